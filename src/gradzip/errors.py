@@ -1,0 +1,38 @@
+"""Every exception that gradzip raises on purpose.
+
+GradzipError
+├── CodecError (also ValueError)
+│   ├── Unsupported    the request makes no sense: wrong dtype, unknown codec, missing floor
+│   ├── Truncated      a payload ends before its own header says it does
+│   └── Corrupt        a payload contradicts itself, or was made by another version
+├── EngineError        an engine was asked for by name and is not there
+└── PeerError          another rank is dead, differs from this one, or failed
+"""
+
+
+class GradzipError(Exception):
+    """Base of all gradzip errors: `except gradzip.GradzipError` catches them all."""
+
+
+class CodecError(GradzipError, ValueError):
+    """A tensor cannot be encoded, or a payload cannot be decoded."""
+
+
+class Unsupported(CodecError):
+    """The request itself is wrong; the message says what to change."""
+
+
+class Truncated(CodecError):
+    """The payload is shorter than it says it is."""
+
+
+class Corrupt(CodecError):
+    """The payload contradicts itself."""
+
+
+class EngineError(GradzipError, RuntimeError):
+    """An engine was named explicitly and is not available on this machine."""
+
+
+class PeerError(GradzipError, RuntimeError):
+    """Another rank died, failed, or disagrees with this one."""
