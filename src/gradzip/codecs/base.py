@@ -1,0 +1,191 @@
+"""The codec interface, the registry, and the text form `name:key=value,key=value`.
+
+A codec is a frozen dataclass: the configured object is the configuration. `parse(str(codec)) == codec`.
+A codec implements `_encode`, `_decode` and `_body_bound` on flat tensors and bodies; this file adds the frame,
+the checks and the text form. A codec that needs several rounds of communication (`rounds > 1`) implements
+`reduce` instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from .. import wire
+from ..engines.layout import Floor
+from ..errors import Corrupt, Unsupported
+
+
+@dataclass
+class Context:
+    """What a codec may know beside the tensor. The caller keeps one per parameter and codec."""
+
+    name: str = ""  # the parameter's name
+    step: int = 0
+    seed: int = 0  # equal on all ranks
+    rank: int = 0
+    floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
+    shift: int = 0  # added to the floors, for sums of several ranks
+    lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
+    state: dict[str, Any] = field(default_factory=dict)  # what the codec carries from step to step
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Base of all codecs. Class attributes describe it to routes and planner."""
+
+    name: ClassVar[str]
+    wire_id: ClassVar[int]
+    summary: ClassVar[str] = ""  # one line for `gradzip codecs`
+    summable: ClassVar[bool] = False  # the sum of payload bodies decodes to the sum of tensors
+    fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
+    rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
+
+    @property
+    def lossless(self) -> bool:
+        return False
+
+    @property
+    def biased(self) -> bool:
+        """Biased codecs get error feedback unless the user says otherwise."""
+        return False
+
+    # -- what a codec implements --------------------------------------------------------------------------------
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        """Writes the body of flat contiguous `x`; returns its bytes."""
+        raise Unsupported(f"{self} has no payload of its own: it reduces in {self.rounds} rounds")
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        """Reads a body into flat `out`, adding to it if `add`. Checks before it reads."""
+        raise Unsupported(f"{self} has no payload of its own: it reduces in {self.rounds} rounds")
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        raise Unsupported(f"{self} has no payload of its own: it reduces in {self.rounds} rounds")
+
+    def reduce(
+        self, tensors: list[torch.Tensor], contexts: list[Context], allreduce: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The mean over all ranks of each tensor, for codecs of several rounds; `allreduce` averages in place."""
+        raise Unsupported(f"{self} has one round: use encode and decode")
+
+    # -- what everybody calls -----------------------------------------------------------------------------------
+
+    def bound(self, numel: int, dtype: torch.dtype, check: bool = False) -> int:
+        """Bytes that a frame of that many elements can have at the most."""
+        wire.dtype_code(dtype)
+        return wire.body_offset(check) + self._body_bound(numel, dtype)
+
+    def encode(
+        self, x: torch.Tensor, ctx: Context | None = None, out: torch.Tensor | None = None, check: bool = False
+    ) -> torch.Tensor:
+        """A self-describing frame as a 1-D uint8 tensor on x's device; a view of `out` where that is given."""
+        flat = x.detach().reshape(-1).contiguous()
+        bound = self.bound(flat.numel(), flat.dtype, check)
+        if out is None:
+            out = torch.empty(bound, dtype=torch.uint8, device=flat.device)
+        elif out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device != flat.device:
+            raise Unsupported(f"out must be a contiguous 1-D uint8 tensor on {flat.device}")
+        elif out.numel() < bound:
+            raise Unsupported(f"out has {out.numel()} bytes; {self} may need {bound}: allocate codec.bound(numel, dtype)")
+        start = wire.body_offset(check)
+        size = self._encode(flat, ctx or Context(), out[start:])
+        wire.write_header(out, self.wire_id, flat.dtype, flat.numel(), size, check)
+        return out[: start + size]
+
+    def decode(
+        self, payload: torch.Tensor, ctx: Context | None = None, out: torch.Tensor | None = None, add: bool = False
+    ) -> torch.Tensor:
+        """The flat tensor of a frame; with `out` nothing is allocated, with `add` it is added to `out`."""
+        header = wire.read_header(payload)
+        if header.codec_id != self.wire_id:
+            other = BY_ID.get(header.codec_id)
+            made_by = f"by {other.name!r}" if other else f"by an unknown codec (id {header.codec_id})"
+            raise Corrupt(f"this frame was made {made_by}, not by {self.name!r}")
+        wire.verify_checksum(payload, header)
+        if out is None:
+            if add:
+                raise Unsupported("add=True needs out=: there is nothing to add to")
+            self._check_claim(header)
+            out = torch.empty(header.numel, dtype=header.dtype, device=payload.device)
+        elif out.dtype != header.dtype or out.numel() != header.numel or out.device != payload.device:
+            raise Unsupported(
+                f"the frame holds {header.numel} x {header.dtype}; out is {out.numel()} x {out.dtype} on {out.device}"
+            )
+        elif not out.is_contiguous():
+            raise Unsupported("out must be contiguous")
+        self._decode(payload[header.body_offset :], ctx or Context(), out.view(-1), add)
+        return out.view(-1)
+
+    def _check_claim(self, header: wire.Header) -> None:
+        """Refuses an element count that the body cannot hold, before memory is allocated for it."""
+
+    # -- text form ----------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        options = [
+            f"{f.name}={_text(getattr(self, f.name))}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return self.name + (":" + ",".join(options) if options else "")
+
+
+REGISTRY: dict[str, type[Codec]] = {}
+BY_ID: dict[int, type[Codec]] = {}
+
+
+def register(cls: type[Codec]) -> type[Codec]:
+    """Class decorator: puts a codec into the one registry."""
+    assert cls.name not in REGISTRY and cls.wire_id not in BY_ID, f"{cls.name}: name or id taken"
+    REGISTRY[cls.name] = cls
+    BY_ID[cls.wire_id] = cls
+    return cls
+
+
+def parse(text: str | Codec) -> Codec:
+    """The codec of a text form such as `topk:ratio=0.01`; a Codec is returned as it is."""
+    if isinstance(text, Codec):
+        return text
+    name, _, options = text.strip().partition(":")
+    cls = REGISTRY.get(name)
+    if cls is None:
+        raise Unsupported(f"unknown codec {name!r}{nearest(name, REGISTRY)}; `gradzip codecs` lists them all")
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for item in filter(None, options.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key not in known:
+            raise Unsupported(f"codec {name!r} has no option {key!r}{nearest(key, known)}; it has: {', '.join(known) or 'none'}")
+        if not equals or key in values:
+            raise Unsupported(f"cannot read {item!r} in {text!r}: write each option once, as {key}=value")
+        values[key] = _value(value, str(known[key].type), f"{name}:{key}")
+    return cls(**values)
+
+
+def nearest(word: str, known: Any) -> str:
+    """', did you mean ...?' if something known is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(text: str, kind: str, where: str) -> Any:
+    try:
+        if kind.startswith("bool"):
+            return {"true": True, "false": False}[text.lower()]
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+        return text
+    except (KeyError, ValueError):
+        raise Unsupported(f"{where}={text!r} is not a valid {kind.split(' ')[0]}") from None

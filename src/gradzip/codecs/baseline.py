@@ -1,0 +1,218 @@
+"""The codecs to beat: no coding, 16-bit casts, and the general-purpose compressors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .. import wire
+from ..errors import Corrupt, Unsupported
+from .base import Codec, Context, register
+
+
+def _deliver(values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    out.add_(values) if add else out.copy_(values)
+
+
+def _typed(body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The body as elements; a copy only where the body is not aligned."""
+    if body.storage_offset() % dtype.itemsize:
+        body = body.clone()
+    return body.view(dtype)
+
+
+@register
+@dataclass(frozen=True)
+class Identity(Codec):
+    """The tensor as it is."""
+
+    name: ClassVar[str] = "identity"
+    wire_id: ClassVar[int] = 0
+    summary: ClassVar[str] = "the values as they are"
+    summable: ClassVar[bool] = True
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * dtype.itemsize
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        size = x.numel() * x.itemsize
+        body[:size] = x.view(torch.uint8)
+        return size
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        if body.numel() != out.numel() * out.itemsize:
+            raise Corrupt(f"{out.numel()} values do not fit a body of {body.numel()} bytes")
+        _deliver(_typed(body, out.dtype), out, add)
+
+
+@register
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Rounded to 16 bits: what torch's bf16 and fp16 hooks send."""
+
+    name: ClassVar[str] = "cast"
+    wire_id: ClassVar[int] = 1
+    summary: ClassVar[str] = "rounded to bf16 or fp16, 2 bytes per value"
+    summable: ClassVar[bool] = True
+    to: str = "bf16"
+
+    _TYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+    def __post_init__(self) -> None:
+        if self.to not in self._TYPES:
+            raise Unsupported(f"cast:to={self.to!r}: choose bf16 or fp16")
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        return 4 + 2 * numel
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        size = 4 + 2 * x.numel()
+        code = wire.DTYPE_CODES[self._TYPES[self.to]]
+        body[:4] = torch.tensor([code, 0, 0, 0], dtype=torch.uint8)
+        body[4:size] = x.to(self._TYPES[self.to]).view(torch.uint8)
+        return size
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        if body.numel() != 4 + 2 * out.numel():
+            raise Corrupt(f"{out.numel()} cast values do not fit a body of {body.numel()} bytes")
+        head = body[:4].tolist()
+        types = {wire.DTYPE_CODES[t]: t for t in self._TYPES.values()}
+        if head[0] not in types or any(head[1:]):
+            raise Corrupt("the cast's target type is unknown")
+        _deliver(_typed(body[4:], types[head[0]]).to(out.dtype), out, add)
+
+
+class _Bytes(Codec):
+    """A general-purpose compressor over the tensor's bytes, on the CPU."""
+
+    fixed_size: ClassVar[bool] = False
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def _pack(self, data: memoryview) -> bytes:
+        raise NotImplementedError
+
+    def _unpack(self, data: memoryview, size: int) -> bytes:
+        raise NotImplementedError
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        size = numel * dtype.itemsize
+        return size + size // 200 + 1024  # covers the worst case of zlib, zstd and lz4
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        packed = self._pack(memoryview(x.cpu().view(torch.uint8).numpy()))
+        body[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(body.device)
+        return len(packed)
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        size = out.numel() * out.itemsize
+        try:
+            data = self._unpack(memoryview(body.cpu().contiguous().numpy()), size)
+        except Unsupported:
+            raise
+        except Exception as cause:  # each library has its own exception type
+            raise Corrupt(f"{self.name} cannot unpack the frame: {cause}") from cause
+        if len(data) != size:
+            raise Corrupt(f"{self.name} unpacked {len(data)} bytes where {size} were expected")
+        if size:
+            _deliver(torch.frombuffer(bytearray(data), dtype=out.dtype).to(out.device), out, add)
+
+
+@register
+@dataclass(frozen=True)
+class Zlib(_Bytes):
+    """DEFLATE from the standard library."""
+
+    name: ClassVar[str] = "zlib"
+    wire_id: ClassVar[int] = 3
+    summary: ClassVar[str] = "DEFLATE over the bytes, on the CPU"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.level <= 9:
+            raise Unsupported("zlib:level must be 0 to 9")
+
+    def _pack(self, data: memoryview) -> bytes:
+        return zlib.compress(data, self.level)
+
+    def _unpack(self, data: memoryview, size: int) -> bytes:
+        machine = zlib.decompressobj()
+        result = machine.decompress(data, size + 1)
+        if not machine.eof or machine.unused_data:
+            raise Corrupt("the zlib stream does not end with the frame")
+        return result
+
+
+def _extra(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except ImportError:
+        raise Unsupported(f"the {name} codec needs one package more: pip install 'gradzip[baselines]'") from None
+
+
+@register
+@dataclass(frozen=True)
+class Zstd(_Bytes):
+    """Zstandard, from the package zstandard."""
+
+    name: ClassVar[str] = "zstd"
+    wire_id: ClassVar[int] = 4
+    summary: ClassVar[str] = "Zstandard over the bytes, on the CPU (extra: baselines)"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if not -7 <= self.level <= 22:
+            raise Unsupported("zstd:level must be -7 to 22")
+
+    @staticmethod
+    def _library() -> Any:
+        def load() -> Any:
+            import zstandard
+
+            return zstandard
+
+        return _extra("zstd", load)
+
+    def _pack(self, data: memoryview) -> bytes:
+        return self._library().ZstdCompressor(level=self.level).compress(data)
+
+    def _unpack(self, data: memoryview, size: int) -> bytes:
+        library = self._library()
+        if library.frame_content_size(data) != size:
+            raise Corrupt("the zstd frame announces another size")
+        return library.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+
+
+@register
+@dataclass(frozen=True)
+class Lz4(_Bytes):
+    """LZ4 block format, from the package lz4."""
+
+    name: ClassVar[str] = "lz4"
+    wire_id: ClassVar[int] = 5
+    summary: ClassVar[str] = "LZ4 over the bytes, on the CPU (extra: baselines)"
+
+    @staticmethod
+    def _library() -> Any:
+        def load() -> Any:
+            import lz4.block
+
+            return lz4.block
+
+        return _extra("lz4", load)
+
+    def _pack(self, data: memoryview) -> bytes:
+        return self._library().compress(data, store_size=False)
+
+    def _unpack(self, data: memoryview, size: int) -> bytes:
+        return self._library().decompress(data, uncompressed_size=size)

@@ -1,0 +1,128 @@
+"""GComp: entropy-coded exponents, and as much of the mantissa as the mode keeps (docs/format.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .. import engines, wire
+from ..engines.layout import BODY_HEAD_BYTES, NEAR, PAPER, Floor, Job, blocks_offset, body_bound, float_layout, segments_of
+from ..errors import Corrupt, Unsupported
+from . import books
+from .base import Codec, Context, register
+
+_MODES = ("near", "lossless", "keep", "paper")
+
+
+@register
+@dataclass(frozen=True)
+class GComp(Codec):
+    """Near-lossless float coding; `gcomp` alone is near mode at one ulp."""
+
+    name: ClassVar[str] = "gcomp"
+    wire_id: ClassVar[int] = 2
+    summary: ClassVar[str] = "Huffman-coded exponents; mantissa exact, rounded, or cut to what the optimizer can feel"
+    fixed_size: ClassVar[bool] = False
+
+    mode: str = "near"
+    keep: int | None = None  # mantissa bits; giving it means mode=keep
+    round: str = "nearest"  # or truncate, for keep
+    ulps: int = 1  # near: how far a parameter may move, in units of its last place; higher = smaller
+    limit: int = 8  # longest Huffman code
+    book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.mode == "near":
+            object.__setattr__(self, "mode", "keep")
+        if self.mode not in _MODES:
+            from .base import nearest
+
+            raise Unsupported(f"gcomp:mode={self.mode!r}{nearest(self.mode, _MODES)}: choose {', '.join(_MODES)}")
+        if (self.keep is not None) != (self.mode == "keep"):
+            raise Unsupported("gcomp:keep=0..23 gives the mantissa bits of mode keep, and of no other mode")
+        if self.keep is not None and not 0 <= self.keep <= 23:
+            raise Unsupported(f"gcomp:keep={self.keep}: a float32 has 0 to 23 mantissa bits to keep")
+        if self.round not in ("nearest", "truncate"):
+            raise Unsupported(f"gcomp:round={self.round!r}: choose nearest or truncate")
+        if self.ulps < 1:
+            raise Unsupported(f"gcomp:ulps={self.ulps}: at least 1")
+        if not 1 <= self.limit <= 8:
+            raise Unsupported(f"gcomp:limit={self.limit}: codes have at most 1 to 8 bits")
+        if self.book not in ("frame", "shared"):
+            raise Unsupported(f"gcomp:book={self.book!r}: choose frame or shared")
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text.replace("mode=keep,", "") if self.keep is not None else text
+
+    @property
+    def lossless(self) -> bool:
+        return self.mode == "lossless"
+
+    @property
+    def biased(self) -> bool:
+        return (self.mode == "near" and self.ulps > 1) or (self.keep is not None and self.keep < 7)
+
+    def _job(self, ctx: Context) -> Job:
+        book = books.current(ctx).id if self.book == "shared" else 0
+        return Job(self.mode, 23 if self.keep is None else self.keep, self.round == "truncate", self.limit, ctx.shift, book)
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        return body_bound(numel, dtype)
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        float_layout(x.dtype)
+        job = self._job(ctx)
+        floor = None
+        if self.mode in ("near", "paper") and x.dtype == torch.float32:
+            floor = _checked_floor(ctx.floor, x.numel(), x.device, f"gcomp in {self.mode} mode")
+        lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
+        if job.book:
+            lengths = books.lengths(job.book, x.numel()).to(x.device)
+        return engines.pick(x.device).encode(x, job, body, floor, lengths)
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        if body.numel() < BODY_HEAD_BYTES:
+            raise Corrupt("the gcomp body is shorter than its head")
+        head = body[:BODY_HEAD_BYTES].tolist()
+        coding, book_id = head[0], int.from_bytes(bytes(head[4:8]), "little")
+        if out.dtype not in (torch.float32,) and coding in (NEAR, PAPER):
+            raise Corrupt(f"a frame of {out.dtype} in a float32-only mode")
+        float_layout(out.dtype)
+        floor = None
+        if coding == NEAR:
+            floor = _checked_floor(ctx.floor, out.numel(), out.device, "decoding a frame in near mode")
+        book = books.lengths(book_id, out.numel()).to(out.device) if book_id else None
+        engines.pick(out.device).decode(body, out, floor, ctx.shift, add, book)
+
+    def _check_claim(self, header: wire.Header) -> None:
+        if header.numel and header.body_bytes < blocks_offset(header.numel, 1):
+            raise Corrupt(f"{header.numel} values cannot be in a body of {header.body_bytes} bytes")
+
+
+def _checked_floor(floor: torch.Tensor | Floor | None, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
+    if floor is None:
+        raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
+    if isinstance(floor, Floor):
+        parts = (floor.theta,) if floor.second is None else (floor.theta, floor.second)
+        if any(p.dtype != torch.float32 or p.device != device or not p.is_contiguous() for p in parts):
+            raise Unsupported(f"{who} computes floors from contiguous float32 tensors on {device}")
+        if any(p.numel() != numel for p in parts):
+            raise Unsupported(f"the floor has {floor.numel()} values, the tensor {numel}")
+        return floor
+    if floor.dtype != torch.int8 or floor.device != device:
+        raise Unsupported(f"a floor is an int8 tensor on {device}, not {floor.dtype} on {floor.device}")
+    if floor.numel() != numel:
+        raise Unsupported(f"the floor has {floor.numel()} values, the tensor {numel}")
+    return floor.detach().reshape(-1).contiguous()
+
+
+def _checked_lengths(lengths: torch.Tensor | None, numel: int, device: torch.device) -> torch.Tensor | None:
+    if lengths is None:
+        return None
+    shape = (segments_of(numel), 256)
+    if tuple(lengths.shape) != shape or lengths.dtype != torch.uint8:
+        raise Unsupported(f"code lengths for {numel} values are a uint8 tensor of shape {shape}, not {tuple(lengths.shape)}")
+    return lengths.contiguous()

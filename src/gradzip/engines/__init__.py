@@ -1,0 +1,53 @@
+"""How the bits of docs/format.md are moved: three engines with one interface and identical bytes.
+
+    reference   plain NumPy, the oracle
+    native      C++ with SIMD, for CPU tensors
+    triton      GPU kernels, for CUDA tensors
+
+Each engine is a module with encode, decode, histogram and code_lengths. `pick` is the only resolver; the
+environment variable GRADZIP_ENGINE or `use()` overrides it. Nothing falls back silently: an engine that is asked
+for and missing is an EngineError, and a CPU without the native library is one too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from ..errors import EngineError
+
+NAMES = ("reference", "native", "triton")
+_MODULES = {"reference": "reference", "native": "native", "triton": "gpu"}
+_override: str | None = None
+
+
+def load(name: str) -> ModuleType:
+    """The engine module of that name; EngineError with the reason if it cannot run here."""
+    if name not in _MODULES:
+        raise EngineError(f"unknown engine {name!r}: choose one of {', '.join(NAMES)}")
+    try:
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
+    except (ImportError, OSError) as cause:
+        raise EngineError(f"the {name} engine cannot run here: {cause}") from cause
+
+
+def pick(device: torch.device | str) -> ModuleType:
+    """The engine for tensors on `device`."""
+    name = _override or os.environ.get("GRADZIP_ENGINE")
+    return load(name or ("triton" if torch.device(device).type == "cuda" else "native"))
+
+
+@contextmanager
+def use(name: str | None) -> Iterator[None]:
+    """Forces one engine inside a `with` block."""
+    global _override
+    previous, _override = _override, name
+    try:
+        yield
+    finally:
+        _override = previous
