@@ -59,7 +59,7 @@ def encode(
     mapped = map_values(bits, job, floors) if x.dtype == torch.float32 else bits
     coding = job.coding if x.dtype == torch.float32 else FIXED
     if lengths is None:
-        lengths = code_lengths(histogram_of(mapped, layout, coding), job.limit)
+        lengths = code_lengths(histogram_of(mapped, layout), job.limit)
     tables = lengths.numpy()
 
     blob = bytearray([coding, 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
@@ -121,7 +121,7 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
     layout = float_layout(x.dtype)
     bits = _bits(x)
     mapped = map_values(bits, job, _floors(floor, job)) if x.dtype == torch.float32 else bits
-    return histogram_of(mapped, layout, job.coding if x.dtype == torch.float32 else FIXED)
+    return histogram_of(mapped, layout)
 
 
 def code_lengths(histograms: torch.Tensor, limit: int = 8) -> torch.Tensor:
@@ -254,15 +254,17 @@ def symbols_of(exponent: np.ndarray) -> tuple[np.ndarray, int]:
     return np.where(exponent == 0, 0, (exponent - base - (exponent <= base)) & 255), base
 
 
-def histogram_of(mapped: np.ndarray, layout: FloatLayout, coding: int) -> torch.Tensor:
+def histogram_of(mapped: np.ndarray, layout: FloatLayout) -> torch.Tensor:
     counts = np.zeros((segments_of(mapped.size), 256), np.int64)
     for start in range(0, mapped.size, BLOCK):
         values = mapped[start : start + BLOCK]
-        if not values.any():
+        exponent = split(values, layout)[0]
+        rows = [exponent[at : at + LANES] for at in range(0, exponent.size, SAMPLE_ROWS * LANES)]
+        sample = np.concatenate(rows)
+        if not sample.any():
             continue
-        symbols, _ = symbols_of(split(values, layout)[0])
-        for row in range(0, symbols.size, SAMPLE_ROWS * LANES):
-            counts[start // SEGMENT] += np.bincount(symbols[row : row + LANES], minlength=256)
+        symbols, _ = symbols_of(sample)  # relative to the base of the sample, not of the block
+        counts[start // SEGMENT] += np.bincount(symbols, minlength=256)
     return torch.from_numpy(counts)
 
 
