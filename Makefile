@@ -1,0 +1,62 @@
+# make setup    a virtual environment in .venv with gradzip in it
+# make demo     train a small model for a minute and see what each codec makes of its gradients
+# make test     the tests                     make check   ruff and mypy
+# make bench    codec speed and size          make native  only the C++ library, in build/
+# make wheel    one wheel in dist/            make clean   remove what was built
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+PIP := $(RUN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
+HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))' 2>/dev/null
+
+.PHONY: setup demo test check bench native wheel clean
+
+setup: $(VENV)/.installed
+
+# A torch that is already there is kept, whatever its version: it fits the machine's GPU and is large to fetch again.
+# Asked twice, because a virtual environment does not see the packages of another one that is active.
+$(VENV)/constraints.txt: constraints.txt
+	if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	if $(RUN)/python -I $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
+	if [ ! -e $@ ] || [ -s $@ ]; then cp constraints.txt $@; fi
+	touch $@
+
+# Python files are used in place; anything native or a new dependency means another install.
+$(VENV)/.installed: $(VENV)/constraints.txt pyproject.toml CMakeLists.txt $(wildcard native/*)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(PIP) 'gradzip[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) 'gradzip[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(RUN)/gradzip demo $(ARGS)
+
+test: $(VENV)/.test
+	$(RUN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+bench: $(VENV)/.test
+	$(RUN)/gradzip bench codec $(ARGS)
+
+native:
+	cmake -B build
+	cmake --build build --parallel
+
+wheel: $(VENV)/.installed
+	rm -rf dist
+	$(RUN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	ls dist
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench -name __pycache__ -prune -exec rm -rf {} +
