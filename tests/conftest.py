@@ -81,7 +81,7 @@ def floor_for(x: torch.Tensor, seed: int = 0, depth: int = 12) -> Floor:
     rng = generator(seed)
     theta = torch.randn(x.numel(), generator=rng) * 0.05
     second = (torch.randn(x.numel(), generator=rng) * 1e-4).square()
-    return Floor(theta, second, c0=-186 - depth, c1=0, c2=60)
+    return Floor(theta, second, c0=-184 - depth, c1=0, c2=60)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -90,7 +90,7 @@ class Cast(Codec):
         _deliver(_typed(body[4:], types[head[0]]).to(out.dtype), out, add)
 
 
-class _Bytes(Codec):
+class ByteCodec(Codec):
     """A general-purpose compressor over the tensor's bytes, on the CPU."""
 
     fixed_size: ClassVar[bool] = False
@@ -99,10 +99,10 @@ class _Bytes(Codec):
     def lossless(self) -> bool:
         return True
 
-    def _pack(self, data: memoryview) -> bytes:
+    def pack(self, data: memoryview) -> bytes:
         raise NotImplementedError
 
-    def _unpack(self, data: memoryview, size: int) -> bytes:
+    def unpack(self, data: memoryview, size: int) -> bytes:
         raise NotImplementedError
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
@@ -110,14 +110,14 @@ class _Bytes(Codec):
         return size + size // 200 + 1024  # covers the worst case of zlib, zstd and lz4
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        packed = self._pack(memoryview(x.cpu().view(torch.uint8).numpy()))
+        packed = self.pack(x.cpu().view(torch.uint8).numpy().data)
         body[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(body.device)
         return len(packed)
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         size = out.numel() * out.itemsize
         try:
-            data = self._unpack(memoryview(body.cpu().contiguous().numpy()), size)
+            data = self.unpack(body.cpu().contiguous().numpy().data, size)
         except Unsupported:
             raise
         except Exception as cause:  # each library has its own exception type
@@ -130,7 +130,7 @@ class _Bytes(Codec):
 
 @register
 @dataclass(frozen=True)
-class Zlib(_Bytes):
+class Zlib(ByteCodec):
     """DEFLATE from the standard library."""
 
     name: ClassVar[str] = "zlib"
@@ -142,10 +142,10 @@ class Zlib(_Bytes):
         if not 0 <= self.level <= 9:
             raise Unsupported("zlib:level must be 0 to 9")
 
-    def _pack(self, data: memoryview) -> bytes:
+    def pack(self, data: memoryview) -> bytes:
         return zlib.compress(data, self.level)
 
-    def _unpack(self, data: memoryview, size: int) -> bytes:
+    def unpack(self, data: memoryview, size: int) -> bytes:
         machine = zlib.decompressobj()
         result = machine.decompress(data, size + 1)
         if not machine.eof or machine.unused_data:
@@ -162,7 +162,7 @@ def _extra(name: str, load: Callable[[], Any]) -> Any:
 
 @register
 @dataclass(frozen=True)
-class Zstd(_Bytes):
+class Zstd(ByteCodec):
     """Zstandard, from the package zstandard."""
 
     name: ClassVar[str] = "zstd"
@@ -183,19 +183,21 @@ class Zstd(_Bytes):
 
         return _extra("zstd", load)
 
-    def _pack(self, data: memoryview) -> bytes:
-        return self._library().ZstdCompressor(level=self.level).compress(data)
+    def pack(self, data: memoryview) -> bytes:
+        packed: bytes = self._library().ZstdCompressor(level=self.level).compress(data)
+        return packed
 
-    def _unpack(self, data: memoryview, size: int) -> bytes:
+    def unpack(self, data: memoryview, size: int) -> bytes:
         library = self._library()
         if library.frame_content_size(data) != size:
             raise Corrupt("the zstd frame announces another size")
-        return library.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        result: bytes = library.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        return result
 
 
 @register
 @dataclass(frozen=True)
-class Lz4(_Bytes):
+class Lz4(ByteCodec):
     """LZ4 block format, from the package lz4."""
 
     name: ClassVar[str] = "lz4"
@@ -211,8 +213,10 @@ class Lz4(_Bytes):
 
         return _extra("lz4", load)
 
-    def _pack(self, data: memoryview) -> bytes:
-        return self._library().compress(data, store_size=False)
+    def pack(self, data: memoryview) -> bytes:
+        packed: bytes = self._library().compress(data, store_size=False)
+        return packed
 
-    def _unpack(self, data: memoryview, size: int) -> bytes:
-        return self._library().decompress(data, uncompressed_size=size)
+    def unpack(self, data: memoryview, size: int) -> bytes:
+        result: bytes = self._library().decompress(data, uncompressed_size=size)
+        return result
