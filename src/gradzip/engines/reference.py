@@ -207,12 +207,12 @@ def encode_block(
 ) -> tuple[int, bytes]:
     if not values.any():
         return SPARSE, b""
+    raw = _pad4(bytearray(values.tobytes()))
     if coding == NEAR:
         assert floors is not None
         sparse = _encode_sparse(values, floors, lengths)
-        if sparse is not None:
+        if sparse is not None and len(sparse) < len(raw):
             return SPARSE, sparse
-    raw = _pad4(bytearray(values.tobytes()))
     dense = _encode_dense(values, layout, coding, lengths, floors)
     return (DENSE, bytes(dense)) if len(dense) < len(raw) else (RAW, bytes(raw))
 

@@ -1,0 +1,41 @@
+// The block coder compiled for AVX2: the loops of block.h vectorise, the lanes stay plain.
+#include "lanes.h"
+
+namespace gz {
+namespace avx2 {
+
+inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
+    for (int i = 0; i < n; i++) {
+        *to = from[i];
+        to += exponent[i] != 0;
+    }
+}
+
+inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent, int n, uint8_t* to) {
+    const uint8_t* end = from + count;
+    for (int i = 0; i < n; i++) {
+        to[i] = exponent[i] && from < end ? *from : 0;
+        from += exponent[i] != 0;
+    }
+}
+
+inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
+
+using plain::encode_lanes;
+
+inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
+    for (int i = 0; i < count; i++)
+        if (int error = plain::decode_lanes(lanes[i])) return error;
+    return 0;
+}
+
+#include "block.h"
+
+}  // namespace avx2
+
+const Kernels* avx2_kernels() {
+    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_pair, avx2::sample_block, avx2::floors};
+    return &kernels;
+}
+
+}  // namespace gz

@@ -1,0 +1,62 @@
+// The block coder for AVX-512 with VBMI2 (Ice Lake, Zen 4 and later).
+#include "lanes_avx512.h"
+
+namespace gz {
+namespace avx512 {
+
+// Vector stores run up to 63 bytes over the end.
+inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
+    for (int i = 0; i < n; i += 64) {
+        __m512i e = _mm512_loadu_si512(exponent + i);
+        __mmask64 keep = _mm512_test_epi8_mask(e, e);
+        if (n - i < 64) keep &= (__mmask64(1) << (n - i)) - 1;
+        _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(keep, _mm512_loadu_si512(from + i)));
+        to += __builtin_popcountll(keep);
+    }
+}
+
+inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent, int n, uint8_t* to) {
+    const uint8_t* end = from + count;
+    for (int i = 0; i < n; i += 64) {
+        __m512i e = _mm512_loadu_si512(exponent + i);
+        __mmask64 keep = _mm512_test_epi8_mask(e, e);
+        if (n - i < 64) keep &= (__mmask64(1) << (n - i)) - 1;
+        int used = __builtin_popcountll(keep);
+        int64_t left = end - from;
+        __mmask64 readable = left >= 64 ? ~__mmask64(0) : left > 0 ? (__mmask64(1) << left) - 1 : 0;
+        _mm512_storeu_si512(to + i, _mm512_maskz_expand_epi8(keep, _mm512_maskz_loadu_epi8(readable, from)));
+        from += used;
+    }
+}
+
+// Large outputs bypass the cache: they will not be read soon, and a plain store would first read what it overwrites.
+inline void copy_out(void* out, const void* values, size_t bytes, bool stream) {
+    uint8_t* to = static_cast<uint8_t*>(out);
+    const uint8_t* from = static_cast<const uint8_t*>(values);
+    if (!stream || (reinterpret_cast<uintptr_t>(to) & 63)) {
+        std::memcpy(to, from, bytes);
+        return;
+    }
+    size_t i = 0;
+    for (; i + 64 <= bytes; i += 64)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+    std::memcpy(to + i, from + i, bytes - i);
+}
+
+inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
+    if (count == 2 && lanes[0].n == lanes[1].n && lanes[0].table == lanes[1].table) return decode_lanes<2>(lanes);
+    for (int i = 0; i < count; i++)
+        if (int error = decode_lanes<1>(lanes + i)) return error;
+    return 0;
+}
+
+#include "block.h"
+
+}  // namespace avx512
+
+const Kernels* avx512_kernels() {
+    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_pair, avx512::sample_block, avx512::floors};
+    return &kernels;
+}
+
+}  // namespace gz

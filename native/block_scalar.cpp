@@ -1,0 +1,41 @@
+// The block coder for any processor.
+#include "lanes.h"
+
+namespace gz {
+namespace scalar {
+
+inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
+    for (int i = 0; i < n; i++) {
+        *to = from[i];
+        to += exponent[i] != 0;
+    }
+}
+
+inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent, int n, uint8_t* to) {
+    const uint8_t* end = from + count;
+    for (int i = 0; i < n; i++) {
+        to[i] = exponent[i] && from < end ? *from : 0;
+        from += exponent[i] != 0;
+    }
+}
+
+inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
+
+using plain::encode_lanes;
+
+inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
+    for (int i = 0; i < count; i++)
+        if (int error = plain::decode_lanes(lanes[i])) return error;
+    return 0;
+}
+
+#include "block.h"
+
+}  // namespace scalar
+
+const Kernels* scalar_kernels() {
+    static const Kernels kernels{"scalar", scalar::encode_block, scalar::decode_pair, scalar::sample_block, scalar::floors};
+    return &kernels;
+}
+
+}  // namespace gz

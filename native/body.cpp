@@ -1,0 +1,423 @@
+// The GComp body: head, tables, index and blocks; threads; and the choice of instruction set.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "layout.h"
+
+namespace gz {
+namespace {
+
+// --- Instruction sets ---
+
+std::vector<const Kernels*> available() {
+    std::vector<const Kernels*> list{scalar_kernels()};
+#if !defined(GRADZIP_NO_SIMD)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) list.push_back(avx2_kernels());
+    if (__builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        list.push_back(avx512_kernels());
+#endif
+    return list;
+}
+
+const std::vector<const Kernels*>& offered() {
+    static const std::vector<const Kernels*> list = available();
+    return list;
+}
+
+std::atomic<const Kernels*>& chosen() {
+    static std::atomic<const Kernels*> kernels{offered().back()};
+    return kernels;
+}
+
+// --- Layout ---
+
+uint64_t blocks_of(uint64_t n) { return (n + kBlock - 1) / kBlock; }
+uint64_t segments_of(uint64_t n) { return (n + kSegment - 1) / kSegment; }
+uint64_t index_offset(uint64_t n, bool book) { return kBodyHead + (book ? 0 : segments_of(n) * kTableBytes); }
+uint64_t blocks_offset(uint64_t n, bool book) { return index_offset(n, book) + (2 * blocks_of(n) + 3) / 4 * 4; }
+
+Coding coding_of(const gz_job& job) {
+    if (job.dtype != GZ_FLOAT32) return kFixed;
+    return job.mode == GZ_NEAR ? kNear : job.mode == GZ_PAPER ? kPaper : kFixed;
+}
+
+bool valid(const gz_job& job, uint64_t n, const gz_floor* floor) {
+    bool needs_floor = coding_of(job) != kFixed && n > 0;
+    return job.dtype >= 0 && job.dtype <= GZ_FLOAT16 && job.mode >= 0 && job.mode <= GZ_PAPER && job.keep >= 0 &&
+           job.keep <= 23 && job.limit >= 1 && job.limit <= 8 && (!needs_floor || (floor && (floor->given || floor->theta)));
+}
+
+template <typename T>
+std::unique_ptr<T[]> aligned_array(size_t count) {
+    return std::unique_ptr<T[]>(new T[count]);
+}
+
+Scratch* scratch() {  // two blocks' worth per thread
+    static thread_local std::unique_ptr<Scratch[]> room = aligned_array<Scratch>(2);
+    return room.get();
+}
+
+// One block's view of the input, with its floors computed into `floor_room`.
+struct Source {
+    const gz_job& job;
+    const void* x;
+    uint64_t n;
+    const gz_floor* floor;
+    const Kernels* kernels;
+
+    BlockIn block(uint64_t number, const CodeTable* table, int8_t* floor_room) const {
+        uint64_t start = number * kBlock;
+        int count = int(std::min<uint64_t>(kBlock, n - start));
+        const int item = float_layout(job.dtype).item_bytes;
+        BlockIn in{static_cast<const uint8_t*>(x) + start * uint64_t(item), count, job, coding_of(job), nullptr, table};
+        if (in.coding != kFixed) {
+            kernels->floors(*floor, start, count, job.shift, floor_room);
+            in.floor = floor_room;
+        }
+        return in;
+    }
+    // Sampling touches few rows of each block: only their floors are computed.
+    void sample(uint64_t number, int64_t* counts) const {
+        Scratch& s = scratch()[0];
+        uint64_t start = number * kBlock;
+        int count = int(std::min<uint64_t>(kBlock, n - start));
+        const int item = float_layout(job.dtype).item_bytes;
+        BlockIn in{static_cast<const uint8_t*>(x) + start * uint64_t(item), count, job, coding_of(job), nullptr, nullptr};
+        if (in.coding != kFixed) {
+            for (int row = 0; row < count; row += kSampleRows * kLanes)
+                kernels->floors(*floor, start + uint64_t(row), std::min(kLanes, count - row),
+                                job.shift, s.floor + row);
+            in.floor = s.floor;
+        }
+        kernels->sample_block(in, counts, s);
+    }
+};
+
+void prefetch_samples(const uint8_t* from, const uint8_t* end, int item) {
+    for (const uint8_t* row = from; row < end; row += kSampleRows * kLanes * item)
+        for (int line = 0; line < kLanes * item; line += 64) __builtin_prefetch(row + line, 0, 1);
+}
+
+// Encodes blocks [first, last) and returns the bytes written at `out`, which has `room` bytes.
+// Blocks are coded in place where there is room for the worst case, else through a buffer.
+uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, const uint8_t* lengths, uint8_t* tables,
+                       uint8_t* index, uint8_t* out, uint64_t room) {
+    Scratch& s = scratch()[0];
+    alignas(64) CodeTable table;
+    uint64_t at = 0;
+    const int item = float_layout(source.job.dtype).item_bytes;
+    for (uint64_t number = first; number < last; number++) {
+        if (number % kSegmentBlocks == 0 || number == first) {
+            uint64_t segment = number / kSegmentBlocks;
+            uint8_t sampled[256];
+            const uint8_t* use = lengths ? lengths + 256 * segment : sampled;
+            if (!lengths) {
+                int64_t counts[256] = {0};
+                uint64_t stop = std::min((segment + 1) * kSegmentBlocks, blocks_of(source.n));
+                const uint8_t* x = static_cast<const uint8_t*>(source.x);
+                prefetch_samples(x + segment * kSegment * uint64_t(item),
+                                 x + std::min(source.n, stop * kBlock) * uint64_t(item), item);
+                for (uint64_t b = segment * kSegmentBlocks; b < stop; b++) source.sample(b, counts);
+                code_lengths(counts, source.job.limit, sampled);
+            }
+            build_table(use, &table);
+            if (tables)
+                for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
+        }
+        BlockIn in = source.block(number, &table, s.floor);
+        bool in_place = room - at >= kMaxDense;
+        uint8_t* target = in_place ? out + at : s.frame;
+        BlockOut result = source.kernels->encode_block(in, target, s);
+        if (!in_place) std::memcpy(out + at, target, size_t(result.bytes));
+        store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
+        at += uint64_t(result.bytes);
+    }
+    return at;
+}
+
+void write_head(const gz_job& job, uint8_t* out) {
+    out[0] = uint8_t(coding_of(job));
+    out[1] = job.book != 0;
+    out[2] = out[3] = 0;
+    store32(out + 4, job.book);
+}
+
+// Cuts blocks into parts of whole segments, one per thread; small inputs stay in one part.
+std::vector<uint64_t> parts(uint64_t n, int threads) {
+    uint64_t segments = segments_of(n), count = std::max<uint64_t>(1, std::min<uint64_t>(uint64_t(std::max(threads, 1)), segments / 2));
+    std::vector<uint64_t> bounds;
+    for (uint64_t i = 0; i <= count; i++) bounds.push_back(std::min(segments * i / count * kSegmentBlocks, blocks_of(n)));
+    return bounds;
+}
+
+template <typename Work>
+void run_parts(size_t count, Work work) {
+    std::vector<std::thread> threads;
+    for (size_t i = 1; i < count; i++) threads.emplace_back(work, i);
+    work(0);
+    for (std::thread& t : threads) t.join();
+}
+
+// --- Reading ---
+
+struct Body {
+    const uint8_t* data;
+    uint64_t size, n;
+    Coding coding;
+    bool book;
+    std::vector<CodeTable> tables;  // one per segment
+    std::vector<uint64_t> offset;   // one per block, and the end
+
+    int read(const uint8_t* book_lengths) {
+        if (size < kBodyHead) return GZ_TRUNCATED_HEAD;
+        bool has_book = load32(data + 4) != 0;
+        if (data[0] > kPaper || data[1] > 1 || data[2] || data[3] || has_book != bool(data[1])) return GZ_BAD_HEAD;
+        coding = Coding(data[0]);
+        book = has_book;
+        if (book && n && !book_lengths) return GZ_NO_BOOK;
+        if (size < blocks_offset(n, book)) return GZ_TRUNCATED_HEAD;
+        tables.resize(segments_of(n));
+        for (uint64_t i = 0; i < tables.size(); i++) {
+            uint8_t lengths[256];
+            const uint8_t* packed = data + kBodyHead + i * kTableBytes;
+            for (int s = 0; s < 256 && !book; s++) lengths[s] = packed[s / 2] >> (s % 2 * 4) & 15;
+            if (!build_table(book ? book_lengths + 256 * i : lengths, &tables[i])) return GZ_BAD_TABLE;
+        }
+        const uint8_t* index = data + index_offset(n, book);
+        uint64_t at = blocks_offset(n, book), count = blocks_of(n);
+        for (const uint8_t* pad = index + 2 * count; pad < data + at; pad++)
+            if (*pad) return GZ_BAD_INDEX;
+        offset.resize(count + 1);
+        for (uint64_t i = 0; i < count; i++) {
+            offset[i] = at;
+            at += 4 * uint64_t(load16(index + 2 * i) & 0x3fff);
+            if (at > size) return GZ_TRUNCATED_BLOCK;
+        }
+        offset[count] = at;
+        return at == size ? 0 : GZ_TRAILING;
+    }
+    int kind(uint64_t number) const { return int(load16(data + index_offset(n, book) + 2 * number) >> 14); }
+
+    // Blocks near the end of the body are moved to where vector loads may run over.
+    int block(uint64_t number, BlockData* b, uint8_t* room) const {
+        int k = kind(number);
+        if (k > kSparse) return GZ_BAD_KIND;
+        uint64_t bytes = offset[number + 1] - offset[number];
+        *b = {data + offset[number], int(bytes), Kind(k), true};
+        if (offset[number + 1] + 64 > size) {
+            if (bytes > kMaxDense - 64) return GZ_BAD_DENSE;
+            std::memcpy(room, b->data, bytes);
+            std::memset(room + bytes, 0, 64);
+            b->data = room;
+        }
+        return 0;
+    }
+};
+
+int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, const gz_floor* floor, int shift, bool add,
+                  bool stream, uint8_t* out, const Kernels* kernels) {
+    Scratch* s = scratch();
+    const uint64_t item = uint64_t(float_layout(dtype).item_bytes);
+    for (uint64_t number = first; number < last; number += 2) {
+        BlockData block[2];
+        int n[2] = {0, 0};
+        const CodeTable* table[2];
+        const int8_t* floors[2] = {s[0].floor, s[1].floor};
+        void* target[2];
+        for (uint64_t k = 0; k < 2 && number + k < last; k++) {
+            uint64_t start = (number + k) * kBlock;
+            n[k] = int(std::min<uint64_t>(kBlock, body.n - start));
+            if (int error = body.block(number + k, &block[k], s[k].frame)) return error;
+            table[k] = &body.tables[(number + k) / kSegmentBlocks];
+            target[k] = out + start * item;
+            if (body.coding == kNear) kernels->floors(*floor, start, n[k], shift, s[k].floor);
+        }
+        if (int error = kernels->decode_pair(block, n, dtype, body.coding, table, floors, target, add, stream, s)) return error;
+    }
+    return 0;
+}
+
+constexpr uint64_t kStreamBytes = 4 << 20;  // larger outputs do not fit the cache anyway
+
+}  // namespace
+}  // namespace gz
+
+using namespace gz;
+
+extern "C" {
+
+uint64_t gz_bound(uint64_t n, int32_t dtype) {
+    return blocks_offset(n, false) + (n * uint64_t(float_layout(dtype).item_bytes) + 3) / 4 * 4;
+}
+
+int64_t gz_encode(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, const uint8_t* lengths, uint8_t* out,
+                  uint64_t capacity, int32_t threads) {
+    if (!valid(*job, n, floor) || (job->book && n && !lengths)) return GZ_BAD_ARGUMENT;
+    if (capacity < gz_bound(n, job->dtype)) return GZ_NO_ROOM;
+    if (lengths)
+        for (uint64_t i = 0; i < segments_of(n); i++) {
+            CodeTable table;
+            if (!build_table(lengths + 256 * i, &table)) return GZ_BAD_TABLE;
+        }
+    write_head(*job, out);
+    uint8_t* tables = job->book ? nullptr : out + kBodyHead;
+    uint8_t* index = out + index_offset(n, job->book);
+    uint64_t start = blocks_offset(n, job->book), count = blocks_of(n);
+    std::memset(index + 2 * count, 0, size_t(start - index_offset(n, job->book) - 2 * count));
+
+    Source source{*job, x, n, floor, chosen().load()};
+    std::vector<uint64_t> bounds = parts(n, threads);
+    const uint64_t raw_block = uint64_t(kBlock) * uint64_t(float_layout(job->dtype).item_bytes);
+    std::vector<uint64_t> size(bounds.size() - 1);
+    run_parts(size.size(), [&](size_t i) {
+        uint64_t from = start + bounds[i] * raw_block;
+        uint64_t room = (i + 1 < size.size() ? start + bounds[i + 1] * raw_block : capacity) - from;
+        size[i] = encode_blocks(source, bounds[i], bounds[i + 1], lengths, tables, index, out + from, room);
+    });
+    uint64_t at = start + size[0];
+    for (size_t i = 1; i < size.size(); i++) {
+        std::memmove(out + at, out + start + bounds[i] * raw_block, size[i]);
+        at += size[i];
+    }
+    return int64_t(at);
+}
+
+int64_t gz_decode(const uint8_t* data, uint64_t size, int32_t dtype, uint64_t n, const gz_floor* floor, int32_t shift,
+                  const uint8_t* book, int32_t add, void* out, int32_t threads) {
+    if (dtype < 0 || dtype > GZ_FLOAT16) return GZ_BAD_ARGUMENT;
+    Body body{data, size, n, kFixed, false, {}, {}};
+    if (int error = body.read(book)) return error;
+    if (dtype != GZ_FLOAT32 && body.coding != kFixed) return GZ_BAD_HEAD;
+    if (body.coding == kNear && n && !(floor && (floor->given || floor->theta))) return GZ_BAD_ARGUMENT;
+    bool stream = !add && n * uint64_t(float_layout(dtype).item_bytes) >= kStreamBytes;
+    const Kernels* kernels = chosen().load();
+    std::vector<uint64_t> bounds = parts(n, threads);
+    std::vector<int> error(bounds.size() - 1);
+    run_parts(error.size(), [&](size_t i) {
+        error[i] = decode_blocks(body, bounds[i], bounds[i + 1], dtype, floor, shift, add != 0, stream,
+                                 static_cast<uint8_t*>(out), kernels);
+    });
+    for (int e : error)
+        if (e) return e;
+    return 0;
+}
+
+int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shift, const uint8_t* book, const gz_job* job,
+                             const float* local, uint64_t n, const gz_floor* floor, const uint8_t* lengths, uint8_t* out,
+                             uint64_t capacity) {
+    if (!valid(*job, n, floor) || job->dtype != GZ_FLOAT32 || (job->book && n && !lengths)) return GZ_BAD_ARGUMENT;
+    if (capacity < gz_bound(n, GZ_FLOAT32)) return GZ_NO_ROOM;
+    Body body{data, size, n, kFixed, false, {}, {}};
+    if (int error = body.read(book)) return error;
+    if (body.coding == kNear && n && !(floor && (floor->given || floor->theta))) return GZ_BAD_ARGUMENT;
+    if (!lengths && body.book) return GZ_BAD_ARGUMENT;
+    std::vector<CodeTable> own;
+    if (lengths) {
+        own.resize(segments_of(n));
+        for (uint64_t i = 0; i < own.size(); i++)
+            if (!build_table(lengths + 256 * i, &own[i])) return GZ_BAD_TABLE;
+    }
+    const std::vector<CodeTable>& tables = lengths ? own : body.tables;
+    write_head(*job, out);
+    for (uint64_t i = 0; i < segments_of(n) && !job->book; i++)
+        for (int b = 0; b < kTableBytes; b++) {
+            auto length = [&](int s) { return tables[i].length[s] & kEscaped ? 0 : tables[i].length[s]; };
+            out[kBodyHead + i * kTableBytes + uint64_t(b)] = uint8_t(length(2 * b) | length(2 * b + 1) << 4);
+        }
+    uint8_t* index = out + index_offset(n, job->book);
+    uint64_t at = blocks_offset(n, job->book), count = blocks_of(n);
+    std::memset(index + 2 * count, 0, size_t(at - index_offset(n, job->book) - 2 * count));
+    Scratch* s = scratch();
+    const Kernels* kernels = chosen().load();
+    for (uint64_t number = 0; number < count; number++) {
+        uint64_t start = number * kBlock;
+        int here = int(std::min<uint64_t>(kBlock, n - start));
+        std::memcpy(s[0].sum, local + start, size_t(here) * 4);
+        BlockData block[2];
+        if (int error = body.block(number, &block[0], s[0].frame)) return error;
+        int sizes[2] = {here, 0};
+        const CodeTable* table[2] = {&body.tables[number / kSegmentBlocks], nullptr};
+        const int8_t* floors[2] = {s[0].floor, nullptr};
+        void* target[2] = {s[0].sum, nullptr};
+        if (body.coding == kNear) kernels->floors(*floor, start, here, in_shift, s[0].floor);
+        if (int error = kernels->decode_pair(block, sizes, GZ_FLOAT32, body.coding, table, floors, target, true, false, s))
+            return error;
+        BlockIn in{s[0].sum, here, *job, coding_of(*job), nullptr, &tables[number / kSegmentBlocks]};
+        if (in.coding != kFixed) {
+            kernels->floors(*floor, start, here, job->shift, s[0].floor);
+            in.floor = s[0].floor;
+        }
+        bool in_place = capacity - at >= kMaxDense;
+        uint8_t* to = in_place ? out + at : s[1].frame;
+        BlockOut result = kernels->encode_block(in, to, s[0]);
+        if (!in_place) std::memcpy(out + at, to, size_t(result.bytes));
+        store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
+        at += uint64_t(result.bytes);
+    }
+    return int64_t(at);
+}
+
+int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts) {
+    if (!valid(*job, n, floor)) return GZ_BAD_ARGUMENT;
+    std::memset(counts, 0, size_t(segments_of(n)) * 256 * sizeof(int64_t));
+    Source source{*job, x, n, floor, chosen().load()};
+    for (uint64_t b = 0; b < blocks_of(n); b++) source.sample(b, counts + 256 * (b / kSegmentBlocks));
+    return 0;
+}
+
+void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out) {
+    const Kernels* kernels = chosen().load();
+    for (uint64_t start = 0; start < n; start += kBlock)
+        kernels->floors(*floor, start, int(std::min<uint64_t>(kBlock, n - start)), 0, out + start);
+}
+
+uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word) {
+    auto mix = [](uint32_t x) {
+        x ^= x >> 16;
+        x *= 0x7feb352du;
+        x ^= x >> 15;
+        x *= 0x846ca68bu;
+        return x ^ x >> 16;
+    };
+    uint64_t total = 0, words = size / 4;
+    for (uint64_t i = 0; i < words; i++) {
+        uint32_t word;
+        std::memcpy(&word, data + 4 * i, 4);
+        total += mix(word + uint32_t(first_word + i) * 0x9e3779b9u);
+    }
+    if (size % 4) {
+        uint32_t word = 0;
+        std::memcpy(&word, data + 4 * words, size % 4);
+        total += mix(word + uint32_t(first_word + words) * 0x9e3779b9u);
+    }
+    return total;
+}
+
+const char* gz_isa(void) { return chosen().load()->name; }
+
+const char* gz_available_isas(void) {
+    static const std::string names = [] {
+        std::string list;
+        for (const Kernels* k : offered()) list += (list.empty() ? "" : ",") + std::string(k->name);
+        return list;
+    }();
+    return names.c_str();
+}
+
+int64_t gz_set_isa(const char* name) {
+    for (const Kernels* k : offered())
+        if (std::strcmp(k->name, name) == 0) {
+            chosen().store(k);
+            return 0;
+        }
+    return GZ_BAD_ARGUMENT;
+}
+
+}  // extern "C"

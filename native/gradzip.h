@@ -1,0 +1,105 @@
+// gradzip's native engine: the GComp body of docs/format.md on the CPU.
+//
+// A plain C interface without dependencies; Python loads it with ctypes. All functions are thread-safe.
+// Sizes are in bytes, counts in values. Functions that can fail return a negative gz_error.
+//
+// Contracts:
+//  * Inputs and outputs may lie at any address; nothing is read or written outside of the given ranges.
+//  * Decoders check before they read: any byte string is safe to decode.
+//  * The bytes written are the same for every instruction set and thread count.
+#ifndef GRADZIP_H
+#define GRADZIP_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define GZ_API __declspec(dllexport)
+#else
+#define GZ_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
+enum gz_mode { GZ_LOSSLESS = 0, GZ_KEEP = 1, GZ_NEAR = 2, GZ_PAPER = 3 };
+
+enum gz_error {
+    GZ_TRUNCATED_HEAD = -1,    // the body ends inside its head, tables or index
+    GZ_TRUNCATED_BLOCK = -2,   // a block ends behind the end of the body
+    GZ_BAD_HEAD = -3,          // reserved or contradictory bits in the head
+    GZ_BAD_TABLE = -4,         // code lengths that are no complete code
+    GZ_BAD_INDEX = -5,         // non-zero padding behind the index
+    GZ_TRAILING = -6,          // bytes after the last block
+    GZ_BAD_KIND = -7,          // a block of reserved kind, or sparse outside of near mode
+    GZ_BAD_RAW = -8,           // a raw block of the wrong size or padding
+    GZ_BAD_DENSE = -9,         // the head of a dense block contradicts itself
+    GZ_BAD_LANES = -10,        // lanes do not end where they began; near mode: or other floors than the encoder's
+    GZ_BAD_FIELDS = -11,       // another number of fields than the head says
+    GZ_BAD_SPARSE = -12,       // a sparse block contradicts itself
+    GZ_NO_ROOM = -13,          // the output buffer is smaller than gz_bound
+    GZ_BAD_ARGUMENT = -14,     // a mode that the dtype does not have, a missing floor, an impossible limit
+    GZ_NO_BOOK = -15           // the frame uses a shared book and none was given
+};
+
+// How to code: the mode and its numbers.
+typedef struct {
+    int32_t dtype;     // gz_dtype; 16-bit types are always coded losslessly
+    int32_t mode;      // gz_mode
+    int32_t keep;      // mantissa bits, for GZ_KEEP
+    int32_t truncate;  // cut instead of rounding, for GZ_KEEP
+    int32_t limit;     // longest code, 1-8
+    int32_t shift;     // added to every floor
+    uint32_t book;     // id of a shared book: no tables are written; 0: tables in the frame
+} gz_job;
+
+// Where the floors of near mode (or the reaches of paper mode) come from: `given` if not NULL, else the rule
+// f = E(theta) + (max(E(second) + c1, c2) >> 1) + c0 with E the exponent field; second may be NULL.
+typedef struct {
+    const int8_t* given;
+    const float* theta;
+    const float* second;
+    int32_t c0, c1, c2;
+} gz_floor;
+
+// The largest body of n values.
+GZ_API uint64_t gz_bound(uint64_t n, int32_t dtype);
+
+// Writes the body of x. lengths: 256 per segment, or NULL to sample x. Returns the body's size.
+GZ_API int64_t gz_encode(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, const uint8_t* lengths,
+                         uint8_t* out, uint64_t capacity, int32_t threads);
+
+// Reads a body into out (adding to it if add is non-zero). book: 256 lengths per segment where the frame uses a
+// shared book, else NULL. Returns 0.
+GZ_API int64_t gz_decode(const uint8_t* body, uint64_t size, int32_t dtype, uint64_t n, const gz_floor* floor,
+                         int32_t shift, const uint8_t* book, int32_t add, void* out, int32_t threads);
+
+// One hop of a ring, block by block without leaving the cache: encodes local + decoded body. The result is coded
+// with `job` and `lengths` (NULL: the tables of the incoming body). FLOAT32 only. in_shift belongs to the incoming body.
+GZ_API int64_t gz_decode_add_encode(const uint8_t* body, uint64_t size, int32_t in_shift, const uint8_t* book,
+                                    const gz_job* job, const float* local, uint64_t n, const gz_floor* floor,
+                                    const uint8_t* lengths, uint8_t* out, uint64_t capacity);
+
+// Sampled symbol counts, 256 per segment.
+GZ_API int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts);
+
+// Code lengths of `rows` histograms of 256 counts.
+GZ_API void gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t limit, uint8_t* lengths);
+
+// The floors that a rule gives, as int8.
+GZ_API void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out);
+
+// The frame checksum of docs/format.md over `size` bytes whose first word has number first_word.
+GZ_API uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word);
+
+// The instruction set in use ("scalar", "avx2", "avx512"), what this processor offers (comma-separated), and a
+// way to choose one; gz_set_isa returns GZ_BAD_ARGUMENT for a name that is not offered.
+GZ_API const char* gz_isa(void);
+GZ_API const char* gz_available_isas(void);
+GZ_API int64_t gz_set_isa(const char* name);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,201 @@
+// The lanes of a dense block: 32 stacks of bits with one refill stream (docs/format.md, "Lanes").
+// This is the plain form; lanes_avx512.h does the same with vectors.
+#ifndef GRADZIP_LANES_H
+#define GRADZIP_LANES_H
+
+#include "layout.h"
+
+namespace gz {
+
+// What goes into the lanes, one entry per value.
+struct LaneInput {
+    int n;
+    const CodeTable* table;
+    bool single;              // all exponents equal base: no symbols
+    int base;
+    const uint8_t* exponent;
+    const uint8_t* level;     // paper mode, else NULL
+    int chunks;               // highest chunk that occurs: 0-3
+    const uint8_t* width;     // lane bits of each value; unused if chunks = 0
+    const uint8_t* chunk[3];
+};
+
+// What comes out of the lanes, and where it is read from.
+struct LaneOutput {
+    int n;
+    const CodeTable* table;
+    bool single, escapes, pruned;
+    int base;
+    Coding coding;
+    int rest;                 // lane bits of each field, for kFixed
+    const int8_t* floor;      // for kNear
+    const uint8_t* states;
+    const uint8_t* refill;    // its first byte
+    const uint8_t* end;       // behind its last byte
+    uint8_t* exponent;
+    uint8_t* level;
+    uint8_t* chunk[3];
+};
+
+inline int clamp_bits(int bits) { return bits < 0 ? 0 : bits > 8 ? 8 : bits; }
+
+inline uint8_t symbol_of(int exponent, int base) {
+    return exponent == 0 ? 0 : uint8_t(exponent - base - (exponent <= base));
+}
+inline uint8_t exponent_of(int symbol, int base) {
+    int sum = symbol + base;
+    return symbol == 0 ? 0 : uint8_t(sum + (sum > 255));
+}
+inline int kept_near(int exponent, int floor) {
+    if (floor == kExact || exponent == 255) return 23;
+    int kept = exponent - 127 - floor;
+    return kept < 0 ? 0 : kept > 23 ? 23 : kept;
+}
+
+namespace plain {
+
+struct Lane {
+    static void push(uint32_t& x, uint32_t bits, int count, uint8_t*& out) {
+        uint32_t full = (x << count) >> 16 != 0;
+        *out = uint8_t(x);
+        out += full;
+        x >>= 8 * full;
+        x = x << count | bits;
+    }
+};
+
+// Returns the end of the refill stream; `out` needs one byte of slack.
+inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out, bool* escapes) {
+    uint32_t x[kLanes];
+    for (uint32_t& state : x) state = 256;
+    // The symbol's code by exponent, so that the inner loop has one look-up.
+    uint16_t code_of[256];
+    for (int e = 0; e < 256; e++) {
+        int s = symbol_of(e, in.base);
+        code_of[e] = uint16_t(in.table->code[s] | in.table->length[s] << 8);
+    }
+    uint32_t any_escape = 0;
+    for (int row = (in.n - 1) / kLanes; row >= 0; row--) {
+        int start = row * kLanes, here = in.n - start < kLanes ? in.n - start : kLanes;
+        for (int c = in.chunks - 1; c >= 0; c--)
+            for (int j = 0; j < here; j++)
+                Lane::push(x[j], in.chunk[c][start + j], clamp_bits(in.width[start + j] - 8 * c), out);
+        if (in.level)
+            for (int j = 0; j < here; j++)
+                if (in.exponent[start + j]) Lane::push(x[j], in.level[start + j], 2, out);
+        if (in.single) continue;
+        uint32_t escaped = 0;
+        for (int j = 0; j < here; j++) escaped |= code_of[in.exponent[start + j]];
+        if (escaped & (kEscaped << 8)) {
+            any_escape = 1;
+            for (int j = 0; j < here; j++)
+                if (code_of[in.exponent[start + j]] & (kEscaped << 8)) Lane::push(x[j], in.exponent[start + j], 8, out);
+        }
+        for (int j = 0; j < here; j++) {
+            uint32_t entry = code_of[in.exponent[start + j]];
+            Lane::push(x[j], entry & 255, entry >> 8 & 15, out);
+        }
+    }
+    for (int j = 0; j < kLanes; j++) store16(states + 2 * j, x[j]);
+    *escapes = any_escape;
+    return out;
+}
+
+struct Refill {
+    const uint8_t *begin, *at;
+    bool short_of_bytes = false;
+
+    // Lanes pop count[j] bits each; those that run low take bytes, the lowest lane the lowest address.
+    void pop(uint32_t* x, const int* count, int lanes, uint32_t* bits) {
+        int need = 0;
+        bool low[kLanes];
+        for (int j = 0; j < lanes; j++) {
+            bits[j] = x[j] & ((1u << count[j]) - 1);
+            x[j] >>= count[j];
+            low[j] = x[j] < 256;
+            need += low[j];
+        }
+        if (at - begin < need) {
+            short_of_bytes = true;
+            return;
+        }
+        at -= need;
+        const uint8_t* byte = at;
+        for (int j = 0; j < lanes; j++)
+            if (low[j]) x[j] = x[j] << 8 | *byte++;
+    }
+};
+
+inline int decode_lanes(const LaneOutput& o) {
+    uint32_t x[kLanes], bits[kLanes];
+    for (int j = 0; j < kLanes; j++) {
+        x[j] = load16(o.states + 2 * j);
+        if (x[j] < 256) return GZ_BAD_DENSE;
+    }
+    Refill refill{o.refill, o.end};
+    int count[kLanes];
+    for (int start = 0; start < o.n; start += kLanes) {
+        int here = o.n - start < kLanes ? o.n - start : kLanes;
+        uint8_t* e = o.exponent + start;
+        if (o.single) {
+            for (int j = 0; j < here; j++) e[j] = uint8_t(o.base);
+        } else {
+            int escaped = 0;
+            for (int j = 0; j < here; j++) {
+                int consumed = o.table->consumed[x[j] & 255];
+                e[j] = exponent_of(o.table->symbol[x[j] & 255], o.base);
+                count[j] = consumed & 15;
+                escaped |= consumed & kEscaped;
+                if (consumed & kEscaped) e[j] = 0;
+                bits[j] = consumed;
+            }
+            uint32_t codes[kLanes];
+            bool is_escape[kLanes];
+            for (int j = 0; j < here; j++) is_escape[j] = bits[j] & kEscaped;
+            refill.pop(x, count, here, codes);
+            if (refill.short_of_bytes) return GZ_BAD_LANES;
+            if (escaped) {
+                if (!o.escapes) return GZ_BAD_LANES;
+                for (int j = 0; j < here; j++) count[j] = is_escape[j] ? 8 : 0;
+                refill.pop(x, count, here, bits);
+                if (refill.short_of_bytes) return GZ_BAD_LANES;
+                for (int j = 0; j < here; j++)
+                    if (is_escape[j]) e[j] = uint8_t(bits[j]);
+            }
+        }
+        int width[kLanes], widest = 0;
+        if (o.coding == kPaper) {
+            for (int j = 0; j < here; j++) count[j] = e[j] ? 2 : 0;
+            refill.pop(x, count, here, bits);
+            if (refill.short_of_bytes) return GZ_BAD_LANES;
+            for (int j = 0; j < here; j++) o.level[start + j] = uint8_t(bits[j]);
+        }
+        for (int j = 0; j < here; j++) {
+            if (o.coding == kFixed)
+                width[j] = e[j] || !o.pruned ? o.rest : 0;
+            else if (o.coding == kNear)
+                width[j] = e[j] ? 1 + kept_near(e[j], o.floor[start + j]) : 0;
+            else
+                width[j] = e[j] ? 24 - 6 * o.level[start + j] : 0;
+            widest |= width[j];
+        }
+        int chunks = o.coding == kFixed ? 1 : 3;
+        for (int c = 0; c < chunks; c++) {
+            if (!widest) {
+                std::memset(o.chunk[c] + start, 0, here);
+                continue;
+            }
+            for (int j = 0; j < here; j++) count[j] = clamp_bits(width[j] - 8 * c);
+            refill.pop(x, count, here, bits);
+            if (refill.short_of_bytes) return GZ_BAD_LANES;
+            for (int j = 0; j < here; j++) o.chunk[c][start + j] = uint8_t(bits[j]);
+        }
+    }
+    for (int j = 0; j < kLanes; j++)
+        if (x[j] != 256) return GZ_BAD_LANES;
+    return refill.at == refill.begin ? 0 : GZ_BAD_LANES;
+}
+
+}  // namespace plain
+}  // namespace gz
+#endif

@@ -1,0 +1,225 @@
+// The lanes of lanes.h with AVX-512 (VBMI2): a block's 32 states are one vector of 16-bit words, a look-up in a
+// 256-entry table is two byte permutations, and the refill bytes of a row are one compress or expand.
+#ifndef GRADZIP_LANES_AVX512_H
+#define GRADZIP_LANES_AVX512_H
+
+#include <immintrin.h>
+
+#include "lanes.h"
+
+namespace gz {
+namespace avx512 {
+
+// 256 bytes in four registers.
+struct ByteTable {
+    __m512i part[4];
+    explicit ByteTable(const uint8_t* bytes) {
+        for (int i = 0; i < 4; i++) part[i] = _mm512_load_si512(bytes + 64 * i);
+    }
+    __m512i operator[](__m512i index) const {
+        __m512i low = _mm512_permutex2var_epi8(part[0], index, part[1]);
+        __m512i high = _mm512_permutex2var_epi8(part[2], index, part[3]);
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high);
+    }
+};
+
+inline __m512i widen(__m256i bytes) { return _mm512_cvtepu8_epi16(bytes); }
+inline __m256i load_row(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store_row(uint8_t* p, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+inline __m256i low_half(__m512i v) { return _mm512_castsi512_si256(v); }
+inline __m256i high_half(__m512i v) { return _mm512_extracti64x4_epi64(v, 1); }
+
+// Writes up to 32 bytes at out.
+inline void push(__m512i& x, __m512i bits, __m512i count, uint8_t*& out) {
+    __m512i over = _mm512_srlv_epi16(x, _mm512_sub_epi16(_mm512_set1_epi16(16), count));
+    __mmask32 full = _mm512_test_epi16_mask(over, over);
+    store_row(out, _mm256_maskz_compress_epi8(full, _mm512_cvtepi16_epi8(x)));
+    out += __builtin_popcount(full);
+    x = _mm512_mask_srli_epi16(x, full, x, 8);
+    x = _mm512_or_si512(_mm512_sllv_epi16(x, count), bits);
+}
+
+inline __mmask32 lanes_here(int n, int row) {
+    int here = n - row * kLanes;
+    return here >= kLanes ? ~__mmask32(0) : (__mmask32(1) << here) - 1;
+}
+
+// `out` needs 32 bytes of slack; the input arrays are readable up to a multiple of 64 values.
+inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out, bool* escapes) {
+    __m512i x = _mm512_set1_epi16(256);
+    const ByteTable codes(in.table->code), lengths(in.table->length);
+    const __m512i base = _mm512_set1_epi8(char(in.base)), eight = _mm512_set1_epi16(8);
+    int rows = (in.n + kLanes - 1) / kLanes;
+    __mmask64 any_escape = 0;
+    for (int pair = (rows - 1) / 2; pair >= 0; pair--) {
+        // Two rows share the look-ups.
+        __m512i e = _mm512_loadu_si512(in.exponent + 64 * pair);
+        __m512i symbol = _mm512_sub_epi8(e, base);
+        symbol = _mm512_mask_sub_epi8(symbol, _mm512_cmple_epu8_mask(e, base), symbol, _mm512_set1_epi8(1));
+        symbol = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(e, e), symbol);
+        __m512i code = codes[symbol], length = lengths[symbol];
+        __mmask64 escaped = _mm512_movepi8_mask(length);
+        length = _mm512_and_si512(length, _mm512_set1_epi8(15));
+        for (int half = 1; half >= 0; half--) {
+            int row = 2 * pair + half;
+            if (row >= rows) continue;
+            __mmask32 here = lanes_here(in.n, row);
+            int start = row * kLanes;
+            if (in.chunks) {
+                __m512i width = _mm512_maskz_mov_epi16(here, widen(load_row(in.width + start)));
+                for (int c = in.chunks - 1; c >= 0; c--) {
+                    __m512i count = _mm512_min_epu16(eight, _mm512_subs_epu16(width, _mm512_set1_epi16(short(8 * c))));
+                    if (_mm512_test_epi16_mask(count, count))
+                        push(x, _mm512_maskz_mov_epi16(here, widen(load_row(in.chunk[c] + start))), count, out);
+                }
+            }
+            __m256i row_e = half ? high_half(e) : low_half(e);
+            if (in.level) {
+                __mmask32 nonzero = _mm256_test_epi8_mask(row_e, row_e) & here;
+                push(x, _mm512_maskz_mov_epi16(nonzero, widen(load_row(in.level + start))),
+                     _mm512_maskz_set1_epi16(nonzero, 2), out);
+            }
+            if (in.single) continue;
+            __mmask32 row_escaped = __mmask32(half ? escaped >> 32 : escaped) & here;
+            if (__builtin_expect(row_escaped != 0, 0)) {
+                any_escape |= row_escaped;
+                push(x, _mm512_maskz_mov_epi16(row_escaped, widen(row_e)), _mm512_maskz_mov_epi16(row_escaped, eight), out);
+            }
+            __m512i row_code = widen(half ? high_half(code) : low_half(code));
+            __m512i row_length = widen(half ? high_half(length) : low_half(length));
+            if (__builtin_expect(here != ~__mmask32(0), 0)) {
+                row_code = _mm512_maskz_mov_epi16(here, row_code);
+                row_length = _mm512_maskz_mov_epi16(here, row_length);
+            }
+            push(x, row_code, row_length, out);
+        }
+    }
+    _mm512_storeu_si512(states, x);
+    *escapes = any_escape != 0;
+    return out;
+}
+
+// One block's lanes while decoding. Reads may run 32 bytes over the end of the refill stream.
+struct Reader {
+    __m512i x;
+    const uint8_t *begin, *at;
+
+    int start(const LaneOutput& o) {
+        x = _mm512_loadu_si512(o.states);
+        begin = o.refill;
+        at = o.end;
+        return _mm512_cmplt_epu16_mask(x, _mm512_set1_epi16(256)) ? GZ_BAD_DENSE : 0;
+    }
+    // Drops count bits; false if the stream runs dry.
+    bool drop(__m512i count) {
+        x = _mm512_srlv_epi16(x, count);
+        __mmask32 low = _mm512_cmplt_epu16_mask(x, _mm512_set1_epi16(256));
+        int need = __builtin_popcount(low);
+        if (__builtin_expect(at - begin < need, 0)) return false;
+        at -= need;
+        __m512i bytes = widen(_mm256_maskz_expand_epi8(low, load_row(at)));
+        x = _mm512_or_si512(_mm512_mask_slli_epi16(x, low, x, 8), bytes);
+        return true;
+    }
+    bool pop(__m512i count, __m512i* bits) {
+        *bits = _mm512_andnot_si512(_mm512_sllv_epi16(_mm512_set1_epi16(-1), count), x);
+        return drop(count);
+    }
+    bool done() const { return at == begin && _mm512_cmpeq_epi16_mask(x, _mm512_set1_epi16(256)) == ~__mmask32(0); }
+};
+
+// The phases of one row after its exponents are known; false if the stream runs dry.
+inline bool decode_row(const LaneOutput& o, Reader& reader, int row, __m256i e, __mmask32 here) {
+    int start = row * kLanes;
+    __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & here;
+    __m512i width, bits;
+    if (o.coding == kFixed) {
+        if (!o.rest) return true;
+        width = _mm512_maskz_set1_epi16(o.pruned ? nonzero : here, short(o.rest));
+        if (!reader.pop(width, &bits)) return false;
+        store_row(o.chunk[0] + start, _mm512_cvtepi16_epi8(bits));
+        return true;
+    }
+    if (o.coding == kNear) {
+        __m256i floor = load_row(reinterpret_cast<const uint8_t*>(o.floor) + start);
+        __mmask32 exact = _mm256_cmpeq_epi8_mask(floor, _mm256_set1_epi8(kExact)) |
+                          _mm256_cmpeq_epi8_mask(e, _mm256_set1_epi8(char(255)));
+        __m512i kept = _mm512_sub_epi16(_mm512_sub_epi16(widen(e), _mm512_set1_epi16(127)), _mm512_cvtepi8_epi16(floor));
+        kept = _mm512_min_epi16(_mm512_max_epi16(kept, _mm512_setzero_si512()), _mm512_set1_epi16(23));
+        kept = _mm512_mask_mov_epi16(kept, exact, _mm512_set1_epi16(23));
+        width = _mm512_maskz_add_epi16(nonzero, kept, _mm512_set1_epi16(1));
+    } else {
+        if (!reader.pop(_mm512_maskz_set1_epi16(nonzero, 2), &bits)) return false;
+        store_row(o.level + start, _mm512_cvtepi16_epi8(bits));
+        width = _mm512_maskz_sub_epi16(nonzero, _mm512_set1_epi16(24), _mm512_mullo_epi16(bits, _mm512_set1_epi16(6)));
+    }
+    for (int c = 0; c < 3; c++) {
+        __m512i count = _mm512_min_epu16(_mm512_set1_epi16(8), _mm512_subs_epu16(width, _mm512_set1_epi16(short(8 * c))));
+        bits = _mm512_setzero_si512();
+        if (_mm512_test_epi16_mask(count, count) && !reader.pop(count, &bits)) return false;
+        store_row(o.chunk[c] + start, _mm512_cvtepi16_epi8(bits));
+    }
+    return true;
+}
+
+// Decodes one block, or two of the same size in lockstep, so that one's latencies hide behind the other's work.
+template <int K>
+int decode_lanes(const LaneOutput* o) {
+    Reader reader[K];
+    for (int k = 0; k < K; k++)
+        if (int error = reader[k].start(o[k])) return error;
+    const ByteTable symbols(o[0].table->symbol), consumed(o[0].table->consumed);
+    __m512i base = _mm512_set1_epi8(char(o[0].base));
+    if (K == 2) base = _mm512_inserti64x4(base, _mm256_set1_epi8(char(o[K - 1].base)), 1);
+    __mmask64 single = o[0].single ? 0xffffffffu : 0;
+    if (K == 2 && o[K - 1].single) single |= __mmask64(0xffffffffu) << 32;
+    const int rows = (o[0].n + kLanes - 1) / kLanes;
+    const bool fields_only = o[0].coding == kFixed && o[0].rest == 0 && (K == 1 || o[K - 1].rest == 0);
+    for (int row = 0; row < rows; row++) {
+        __mmask32 here = lanes_here(o[0].n, row);
+        __m512i index = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(reader[0].x));
+        if (K == 2) index = _mm512_inserti64x4(index, _mm512_cvtepi16_epi8(reader[K - 1].x), 1);
+        __m512i symbol = symbols[index], length = consumed[index];
+        __m512i e = _mm512_add_epi8(symbol, base);
+        e = _mm512_mask_add_epi8(e, _mm512_cmplt_epu8_mask(e, symbol), e, _mm512_set1_epi8(1));
+        e = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(symbol, symbol), e);
+        __mmask64 escaped = _mm512_movepi8_mask(length);
+        length = _mm512_and_si512(length, _mm512_set1_epi8(15));
+        if (__builtin_expect(single != 0, 0)) {
+            e = _mm512_mask_mov_epi8(e, single, base);
+            length = _mm512_mask_mov_epi8(length, single, _mm512_setzero_si512());
+            escaped &= ~single;
+        }
+        if (__builtin_expect(here != ~__mmask32(0), 0)) {
+            __mmask64 both = here | __mmask64(here) << 32;
+            e = _mm512_maskz_mov_epi8(both, e);
+            length = _mm512_maskz_mov_epi8(both, length);
+            escaped &= both;
+        }
+        for (int k = 0; k < K; k++)
+            if (!reader[k].drop(widen(k ? high_half(length) : low_half(length)))) return GZ_BAD_LANES;
+        if (K == 1) escaped &= 0xffffffffu;
+        if (__builtin_expect(escaped != 0, 0)) {
+            for (int k = 0; k < K; k++) {
+                __mmask32 mine = __mmask32(k ? escaped >> 32 : escaped);
+                if (!mine) continue;
+                __m512i raw;
+                if (!o[k].escapes || !reader[k].pop(_mm512_maskz_set1_epi16(mine, 8), &raw)) return GZ_BAD_LANES;
+                __m256i row_e = _mm256_mask_mov_epi8(k ? high_half(e) : low_half(e), mine, _mm512_cvtepi16_epi8(raw));
+                e = k ? _mm512_inserti64x4(e, row_e, 1) : _mm512_inserti64x4(e, row_e, 0);
+            }
+        }
+        store_row(o[0].exponent + row * kLanes, low_half(e));
+        if (K == 2) store_row(o[K - 1].exponent + row * kLanes, high_half(e));
+        if (fields_only) continue;
+        for (int k = 0; k < K; k++)
+            if (!decode_row(o[k], reader[k], row, k ? high_half(e) : low_half(e), here)) return GZ_BAD_LANES;
+    }
+    for (int k = 0; k < K; k++)
+        if (!reader[k].done()) return GZ_BAD_LANES;
+    return 0;
+}
+
+}  // namespace avx512
+}  // namespace gz
+#endif
