@@ -7,7 +7,8 @@ import torch
 from . import codecs, errors, wire
 from .codecs import Codec, Context, parse
 from .engines.layout import Floor
-from .errors import CodecError, Corrupt, EngineError, GradzipError, PeerError, Truncated, Unsupported
+from .errors import CodecError, Corrupt, EngineError, GradzipError, GradzipWarning, PeerError, Truncated, Unsupported
+from .sensitivity import floors, reaches, rules
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "EngineError",
     "Floor",
     "GradzipError",
+    "GradzipWarning",
     "PeerError",
     "Truncated",
     "Unsupported",
@@ -56,5 +58,8 @@ __all__ = [
     "decode",
     "encode",
     "errors",
+    "floors",
     "parse",
+    "reaches",
+    "rules",
 ]

@@ -7,6 +7,8 @@ GradzipError
 │   └── Corrupt        a payload contradicts itself, or was made by another version
 ├── EngineError        an engine was asked for by name and is not there
 └── PeerError          another rank is dead, differs from this one, or failed
+
+GradzipWarning (a UserWarning) is the category of its warnings: training goes on, but less is gained than could be.
 """
 
 
@@ -36,3 +38,7 @@ class EngineError(GradzipError, RuntimeError):
 
 class PeerError(GradzipError, RuntimeError):
     """Another rank died, failed, or disagrees with this one."""
+
+
+class GradzipWarning(UserWarning):
+    """Something keeps gradzip from doing its best; the message names it."""

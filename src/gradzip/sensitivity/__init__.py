@@ -1,0 +1,15 @@
+"""What of a gradient the optimizer can feel: the floors of near mode, the reaches of paper mode.
+
+All of it follows from parameters, optimizer state and hyper-parameters, which are equal on all ranks under DDP, so
+every rank knows it without a word on the wire.
+
+    survey.py   which optimizers and parameters can be analysed, and the warning about the others
+    bounds.py   how far each optimizer moves a parameter per unit of gradient: the mathematics
+    near.py     floors and rules: those bounds as integer constants on exponent fields
+    paper.py    reaches: GComp's Table 2
+"""
+
+from .near import floors, rules
+from .paper import reaches
+
+__all__ = ["floors", "reaches", "rules"]

@@ -1,0 +1,133 @@
+"""Which parameters of an optimizer can be analysed, with their hyper-parameters as plain numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from ..errors import GradzipWarning
+
+# By exact type: a subclass may do anything in its step.
+KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, RMSprop, Adam, AdamW)
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One parameter about to be stepped."""
+
+    parameter: torch.Tensor
+    kind: type[Optimizer]
+    group: Mapping[str, Any]  # hyper-parameters; numbers, never tensors
+    defaults: Mapping[str, Any]  # those that the optimizer was made with
+    state: Mapping[str, Any]  # empty before the first step
+    steps: float  # updates made so far
+
+    def number(self, name: str) -> float:
+        """A hyper-parameter."""
+        return float(self.group[name])
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.group["betas"][0], self.group["betas"][1]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A tensor of the state; None where there is none yet."""
+        value = self.state.get(name)
+        return value if isinstance(value, torch.Tensor) else None
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside wrappers such as Accelerate's and Lightning's, which keep it as `.optimizer`."""
+    while type(optimizer) not in KNOWN and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def survey(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Case | None]]:
+    """Each parameter with its Case, or with None where nothing can be said and a warning was given."""
+    optimizer = unwrap(optimizer)
+    kind = type(optimizer)
+    if kind not in KNOWN:
+        names = ", ".join(known.__name__ for known in KNOWN)
+        warn_lossless(f"the optimizer {kind.__module__}.{kind.__qualname__}", f"only {names} are known")
+        for group in optimizer.param_groups:
+            yield from ((p, None) for p in group["params"])
+        return
+    defaults = _numbers(optimizer.defaults)
+    steps = _steps(optimizer)
+    for group in optimizer.param_groups:
+        numbers = _numbers({k: v for k, v in group.items() if k != "params"})
+        for p in group["params"]:
+            if _is_plain(p):
+                yield p, Case(p, kind, numbers, defaults, optimizer.state.get(p, {}), steps.get(p, 0.0))
+            else:
+                yield p, None
+
+
+def warn_lossless(what: str, why: str) -> None:
+    """Says once per `what` that gradients will be larger than they could be."""
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(
+            f"gradzip cannot tell which bits of the gradients matter for {what}: {why}. "
+            "They travel lossless, so the saving of near and paper mode is lost for them.",
+            GradzipWarning,
+            stacklevel=2,
+        )
+
+
+def _is_plain(p: torch.Tensor) -> bool:
+    """Whether `p` is an ordinary dense float32 tensor, all of it here; warns if not."""
+    if p.dtype != torch.float32:
+        warn_lossless(f"parameters of {p.dtype}", "grids are defined for float32")
+    elif type(p.data) is not torch.Tensor:
+        warn_lossless(f"parameters of type {type(p.data).__name__}", "their values are not all on this rank")
+    elif p.layout != torch.strided or (p.grad is not None and p.grad.layout != torch.strided):
+        warn_lossless("parameters with sparse gradients", "near and paper mode code dense tensors")
+    else:
+        return True
+    return False
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _number(value) for key, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):  # betas
+        return tuple(_number(v) for v in value)
+    return value
+
+
+def _steps(optimizer: Optimizer) -> dict[torch.Tensor, float]:
+    """The step count of every parameter that has one; one transfer where fused optimizers keep them on a device."""
+    found = {p: state["step"] for p, state in optimizer.state.items() if "step" in state}
+    steps = {p: float(step) for p, step in found.items() if not _on_device(step)}
+    away = {p: step for p, step in found.items() if _on_device(step)}
+    steps.update(zip(away, _fetch(away.values())))
+    return steps
+
+
+def _on_device(step: Any) -> bool:
+    return isinstance(step, torch.Tensor) and step.device.type != "cpu"
+
+
+def _fetch(values: Iterable[torch.Tensor]) -> list[float]:
+    by_device: dict[torch.device, list[int]] = {}
+    tensors = list(values)
+    for i, value in enumerate(tensors):
+        by_device.setdefault(value.device, []).append(i)
+    result = [0.0] * len(tensors)
+    for places in by_device.values():
+        for i, number in zip(places, torch.stack([tensors[i].reshape(()) for i in places]).tolist()):
+            result[i] = float(number)
+    return result
