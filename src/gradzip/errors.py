@@ -11,6 +11,9 @@ GradzipError
 GradzipWarning (a UserWarning) is the category of its warnings: training goes on, but less is gained than could be.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class GradzipError(Exception):
     """Base of all gradzip errors: `except gradzip.GradzipError` catches them all."""
@@ -38,6 +41,12 @@ class EngineError(GradzipError, RuntimeError):
 
 class PeerError(GradzipError, RuntimeError):
     """Another rank died, failed, or disagrees with this one."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """', did you mean ...?' if something known is near: the end of many messages."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""
 
 
 class GradzipWarning(UserWarning):

@@ -133,12 +133,12 @@ def checksum(data: torch.Tensor, first_word: int) -> int:
     for start in range(0, padded.numel(), 1 << 24):  # bounded scratch memory
         words = padded[start : start + (1 << 24)].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         index = torch.arange(words.numel(), device=data.device) + (first_word + start // 4)
-        total += int(_mix((words + index * 0x9E3779B9) & 0xFFFFFFFF).sum())
+        total += int(mix32((words + index * 0x9E3779B9) & 0xFFFFFFFF).sum())
     return total
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit finaliser on int64 lanes that hold 32-bit values."""
+def mix32(x: torch.Tensor) -> torch.Tensor:
+    """A 32-bit finaliser on an int64 tensor of 32-bit values; the mix of docs/format.md."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)
         x = _multiply_low32(x, factor)

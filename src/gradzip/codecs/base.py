@@ -9,16 +9,15 @@ the checks and the text form. A codec that needs several rounds of communication
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import wire
 from ..engines.layout import Floor
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsupported, nearest
 
 
 @dataclass
@@ -35,14 +34,26 @@ class Context:
     state: dict[str, Any] = field(default_factory=dict)  # what the codec carries from step to step
 
 
+class Reduced(NamedTuple):
+    """What `reduce` makes of one tensor."""
+
+    mean: torch.Tensor  # over all ranks, of the tensor's shape; equal on all ranks
+    residual: torch.Tensor | None  # what of this rank's own tensor did not get through; None: nothing was lost
+
+
 @dataclass(frozen=True)
 class Codec:
-    """Base of all codecs. Class attributes describe it to routes and planner."""
+    """Base of all codecs. Class attributes describe it to routes and planner.
+
+    A tensor with a NaN or an infinity decodes to one that has one too, so that no rank steps on where another saw
+    the step fail. State is carried in `ctx.state` by putting new tensors there, never by writing into old ones: the
+    caller may drop what a step changed.
+    """
 
     name: ClassVar[str]
     wire_id: ClassVar[int]
     summary: ClassVar[str] = ""  # one line for `gradzip codecs`
-    summable: ClassVar[bool] = False  # the sum of payload bodies decodes to the sum of tensors
+    summable: ClassVar[bool] = False  # frames can be averaged without decoding them: see addends()
     fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
 
@@ -68,10 +79,17 @@ class Codec:
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         raise Unsupported(f"{self} has no payload of its own: it reduces in {self.rounds} rounds")
 
+    def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """For summable codecs: the part of the body that is averaged, as a view of numbers."""
+        raise Unsupported(f"frames of {self} cannot be averaged: decode them first")
+
     def reduce(
-        self, tensors: list[torch.Tensor], contexts: list[Context], allreduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The mean over all ranks of each tensor, for codecs of several rounds; `allreduce` averages in place."""
+        self, tensors: list[torch.Tensor], contexts: list[Context], average: Callable[[torch.Tensor], None]
+    ) -> list[Reduced]:
+        """For codecs of several rounds: the mean of each tensor over all ranks.
+
+        `average` replaces a contiguous tensor by its mean over all ranks; each call is one collective.
+        """
         raise Unsupported(f"{self} has one round: use encode and decode")
 
     # -- what everybody calls -----------------------------------------------------------------------------------
@@ -122,6 +140,17 @@ class Codec:
         self._decode(payload[header.body_offset :], ctx or Context(), out.view(-1), add)
         return out.view(-1)
 
+    def addends(self, frame: torch.Tensor) -> torch.Tensor:
+        """The numbers inside a frame of a summable codec, as a view.
+
+        Frames of equally shaped tensors, made with equal contexts on all ranks, differ in these numbers only: putting
+        their mean in place makes the frame of the mean.
+        """
+        header = wire.read_header(frame)
+        if header.checksum is not None:
+            raise Unsupported("a frame with a checksum cannot be averaged: encode it without one")
+        return self._addends(frame[header.body_offset :], header.dtype)
+
     def _check_claim(self, header: wire.Header) -> None:
         """Refuses an element count that the body cannot hold, before memory is allocated for it."""
 
@@ -134,6 +163,22 @@ class Codec:
             if getattr(self, f.name) != f.default
         ]
         return self.name + (":" + ",".join(options) if options else "")
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the type that sums and residuals are formed in: float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def typed(body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements; a copy only where they are not aligned."""
+    if body.storage_offset() % dtype.itemsize:
+        body = body.clone()
+    return body.view(dtype)
+
+
+def deliver(values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    out.add_(values) if add else out.copy_(values)
 
 
 REGISTRY: dict[str, type[Codec]] = {}
@@ -166,12 +211,6 @@ def parse(text: str | Codec) -> Codec:
             raise Unsupported(f"cannot read {item!r} in {text!r}: write each option once, as {key}=value")
         values[key] = _value(value, str(known[key].type), f"{name}:{key}")
     return cls(**values)
-
-
-def nearest(word: str, known: Any) -> str:
-    """', did you mean ...?' if something known is near."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _text(value: Any) -> str:

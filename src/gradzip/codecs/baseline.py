@@ -11,18 +11,7 @@ import torch
 
 from .. import wire
 from ..errors import Corrupt, Unsupported
-from .base import Codec, Context, register
-
-
-def _deliver(values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    out.add_(values) if add else out.copy_(values)
-
-
-def _typed(body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The body as elements; a copy only where the body is not aligned."""
-    if body.storage_offset() % dtype.itemsize:
-        body = body.clone()
-    return body.view(dtype)
+from .base import Codec, Context, deliver, register, typed
 
 
 @register
@@ -50,7 +39,10 @@ class Identity(Codec):
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         if body.numel() != out.numel() * out.itemsize:
             raise Corrupt(f"{out.numel()} values do not fit a body of {body.numel()} bytes")
-        _deliver(_typed(body, out.dtype), out, add)
+        deliver(typed(body, out.dtype), out, add)
+
+    def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return body.view(dtype)
 
 
 @register
@@ -87,7 +79,10 @@ class Cast(Codec):
         types = {wire.DTYPE_CODES[t]: t for t in self._TYPES.values()}
         if head[0] not in types or any(head[1:]):
             raise Corrupt("the cast's target type is unknown")
-        _deliver(_typed(body[4:], types[head[0]]).to(out.dtype), out, add)
+        deliver(typed(body[4:], types[head[0]]).to(out.dtype), out, add)
+
+    def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return body[4:].view(self._TYPES[self.to])
 
 
 class ByteCodec(Codec):
@@ -125,7 +120,7 @@ class ByteCodec(Codec):
         if len(data) != size:
             raise Corrupt(f"{self.name} unpacked {len(data)} bytes where {size} were expected")
         if size:
-            _deliver(torch.frombuffer(bytearray(data), dtype=out.dtype).to(out.device), out, add)
+            deliver(torch.frombuffer(bytearray(data), dtype=out.dtype).to(out.device), out, add)
 
 
 @register

@@ -9,7 +9,7 @@ import torch
 
 from .. import engines, wire
 from ..engines.layout import BODY_HEAD_BYTES, NEAR, PAPER, Floor, Job, blocks_offset, body_bound, float_layout, segments_of
-from ..errors import Corrupt, Unsupported
+from ..errors import Corrupt, Unsupported, nearest
 from . import books
 from .base import Codec, Context, register
 
@@ -37,8 +37,6 @@ class GComp(Codec):
         if self.keep is not None and self.mode == "near":
             object.__setattr__(self, "mode", "keep")
         if self.mode not in _MODES:
-            from .base import nearest
-
             raise Unsupported(f"gcomp:mode={self.mode!r}{nearest(self.mode, _MODES)}: choose {', '.join(_MODES)}")
         if (self.keep is not None) != (self.mode == "keep"):
             raise Unsupported("gcomp:keep=0..23 gives the mantissa bits of mode keep, and of no other mode")

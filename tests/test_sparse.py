@@ -1,0 +1,184 @@
+"""TopK and RandomK, and the hash that RandomK's places come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import generator, gradient, same_bits
+
+import gradzip
+from gradzip import Context
+from gradzip.codecs.random import hash_bits, key_of, uniform
+from gradzip.codecs.sparse import RandomK, TopK, largest, sample
+from gradzip.errors import Corrupt, Truncated, Unsupported
+from gradzip.wire import HEADER_BYTES
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CPU = torch.device("cpu")
+
+
+def test_hash_is_fixed_for_ever() -> None:
+    """Resumed runs and other devices must find the same numbers, so these may never change."""
+    assert hash_bits(0, 0, "", torch.arange(3)).tolist() == HASH_OF_NOTHING
+    assert hash_bits(7, 123, "layer.weight", torch.tensor([5, 2**32 + 5, 2**40])).tolist() == HASH_OF_SOMETHING
+
+
+HASH_OF_NOTHING = [3271300603, 2330467530, 3384083767]
+HASH_OF_SOMETHING = [1195294955, 2823809452, 1407578661]
+
+
+def test_hash_depends_on_everything() -> None:
+    index = torch.arange(1000)
+    variants = [
+        hash_bits(s, t, n, index + o) for s, t, n, o in [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0)]
+    ]
+    for i, one in enumerate(variants):
+        assert all((one != other).float().mean() > 0.99 for other in variants[:i])
+        assert one.unique().numel() > 990
+
+
+def test_hash_bits_are_balanced() -> None:
+    bits = hash_bits(3, 5, "w", torch.arange(1 << 16))
+    assert 0 <= int(bits.min())
+    assert int(bits.max()) < 1 << 32
+    share = torch.stack([(bits >> i & 1).double().mean() for i in range(32)])
+    assert float((share - 0.5).abs().max()) < 0.01  # 5 standard deviations
+
+
+def test_uniform_is_spread_and_never_zero() -> None:
+    x = uniform(key_of(0, 0, "w"), (100, 100), CPU)
+    assert x.shape == (100, 100)
+    assert bool((x != 0).all())
+    assert float(x.abs().max()) < 1
+    assert abs(float(x.mean())) < 0.03
+    assert abs(float(x.var()) - 1 / 3) < 0.02
+
+
+def test_the_users_random_numbers_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    gradzip.encode(gradient(5000), "randomk:ratio=0.1")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("codec", [TopK, RandomK])
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 2, 99, 101, 5000])
+def test_decoded_plus_residual_is_the_input(
+    codec: type[TopK | RandomK], ratio: float, dtype: torch.dtype, numel: int
+) -> None:
+    x = gradient(numel, dtype=dtype)
+    chosen = codec(ratio=ratio)
+    frame = chosen.encode(x)
+    assert frame.numel() == chosen.bound(numel, dtype)
+    y = gradzip.decode(frame)
+    assert y.dtype == dtype
+    assert torch.equal(y + (x - y), x)
+    assert bool(((y == x) | (y == 0)).all())
+    assert int((y != 0).sum()) <= chosen.kept(numel)
+    total = torch.ones_like(x)
+    chosen.decode(frame, out=total, add=True)
+    assert torch.equal(total, 1 + y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk_keeps_the_largest(dtype: torch.dtype) -> None:
+    x = (torch.randperm(5000, generator=generator(1)) - 2500).to(dtype) / 4096
+    kept = gradzip.decode(gradzip.encode(x, "topk:ratio=0.01"))
+    assert int((kept != 0).sum()) == 50
+    assert float(kept[kept != 0].abs().min()) >= float(x[kept == 0].abs().max())
+
+
+def test_topk_takes_the_first_of_equals() -> None:
+    x = torch.tensor([1.0, -1.0, 0.5, 1.0, 2.0, 1.0, -1.0])
+    assert largest(x, 3).tolist() == [0, 1, 4]
+    assert largest(x, 5).tolist() == [0, 1, 3, 4, 5]
+    assert largest(torch.zeros(9), 4).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("codec", ["topk:ratio=0.01", "randomk:ratio=0.01"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows(codec: str, value: float) -> None:
+    x = gradient(3000)
+    x[1234] = value
+    assert not bool(gradzip.decode(gradzip.encode(x, codec)).isfinite().all())
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (10, 3), (1000, 10), (1000, 999), (1000, 1000), (123457, 1234)])
+def test_sample_is_without_replacement(numel: int, k: int) -> None:
+    index = sample(key_of(0, 1, "w"), numel, k, CPU)
+    assert index.numel() == k
+    assert bool((index.diff() > 0).all())
+    assert 0 <= int(index[0])
+    assert int(index[-1]) < numel
+
+
+def test_sample_reaches_every_place_equally_often() -> None:
+    counts = torch.zeros(300)
+    for step in range(2000):
+        counts[sample(key_of(0, step, "w"), 300, 30, CPU)] += 1
+    assert float((counts - 200).abs().max()) < 80  # about 6 standard deviations of 13
+
+
+def test_randomk_frames_add_up() -> None:
+    """The mean of the numbers in the frames of several ranks is the frame of the mean."""
+    codec, tensors = RandomK(ratio=0.1), [gradient(5000, seed=s) for s in range(4)]
+    ctx = Context(name="w", step=9, seed=4)
+    frames = [codec.encode(x, ctx) for x in tensors]
+    mean = torch.stack([codec.addends(f) for f in frames]).mean(0)
+    codec.addends(frames[0]).copy_(mean)
+    assert same_bits(codec.decode(frames[0], ctx), codec.decode(codec.encode(torch.stack(tensors).mean(0), ctx)))
+
+
+def test_randomk_picks_by_step_and_name() -> None:
+    x = torch.ones(1000)
+    picks = [RandomK().encode(x, Context(name=n, step=s)) for n, s in [("a", 0), ("a", 1), ("b", 0)]]
+    places = [gradzip.decode(p) for p in picks]
+    assert not torch.equal(places[0], places[1])
+    assert not torch.equal(places[0], places[2])
+
+
+@pytest.mark.parametrize("codec", ["topk:ratio=0.01", "randomk:ratio=0.01"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damaged_sizes_are_noticed(codec: str, dtype: torch.dtype) -> None:
+    frame = gradzip.encode(gradient(1500, dtype=dtype), codec)
+    for size in range(frame.numel()):
+        with pytest.raises(Truncated):
+            gradzip.decode(frame[:size])
+    with pytest.raises(Corrupt):
+        gradzip.decode(torch.cat([frame, frame[:1]]))
+    for fewer in (1, 3, 5):  # bytes, with a header that agrees
+        cut = frame[: frame.numel() - fewer].clone()
+        cut[16:24] = torch.tensor([cut.numel() - HEADER_BYTES]).view(torch.uint8)
+        with pytest.raises(Corrupt):
+            gradzip.decode(cut)
+
+
+@pytest.mark.parametrize("codec", ["topk", "randomk"])
+def test_a_claim_that_no_ratio_allows_is_refused(codec: str) -> None:
+    frame = gradzip.encode(gradient(1500), codec)
+    frame[8:16] = torch.tensor([1 << 38]).view(torch.uint8)
+    with pytest.raises(Corrupt, match="claims"):
+        gradzip.decode(frame)
+
+
+@pytest.mark.parametrize("index", [[-1, 5, 9], [3, 3, 9], [5, 3, 9], [3, 5, 300], [3, 5, 2**31 - 1]])
+def test_topk_checks_its_indices(index: list[int]) -> None:
+    frame = TopK().encode(gradient(300))
+    frame[HEADER_BYTES : HEADER_BYTES + 12] = torch.tensor(index, dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(Corrupt, match="ascend"):
+        gradzip.decode(frame)
+
+
+def test_topk_checks_its_padding() -> None:
+    frame = TopK(ratio=0.01).encode(gradient(300, dtype=torch.float64))
+    frame[HEADER_BYTES + 12] = 1
+    with pytest.raises(Corrupt, match="padding"):
+        gradzip.decode(frame)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, 1e-7, float("nan")])
+@pytest.mark.parametrize("codec", [TopK, RandomK])
+def test_senseless_ratios_are_refused(codec: type[TopK | RandomK], ratio: float) -> None:
+    with pytest.raises(Unsupported, match="ratio"):
+        codec(ratio=ratio)
