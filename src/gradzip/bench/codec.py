@@ -1,0 +1,225 @@
+"""What a codec makes of a gradient, and how fast, on one core.
+
+A round trip is verified before anything is timed. Then copies, encodes and decodes take turns, so that all of them
+meet the same machine, and the best of each counts. Times are CPU time of this one thread, pinned to one core. All
+outputs go to buffers that were written before: a fresh buffer costs more in page faults than a fast codec costs.
+
+The general-purpose compressors get the best case instead: their libraries are called directly on chunks of 1 MB that
+stay in the cache, without gradzip's frame, and are not charged for moving the result anywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .. import engines
+from ..codecs import Codec, Context
+from ..codecs.baseline import ByteCodec
+from ..codecs.gcomp import GComp
+from ..engines.layout import EXACT, Floor
+from ..errors import GradzipError, Unsupported
+from .entropy import bound_bits
+from .sample import Sample
+
+ROUNDS = 9
+PATIENCE = 6.0  # seconds for one codec; slow ones get fewer rounds, but at least three
+CHUNK = 1 << 18  # values, 1 MB
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of `gradzip bench codec`. GB are 1e9 bytes of the float32 tensor; bits are per value."""
+
+    codec: str
+    sample: str
+    engine: str  # with the instruction set, for the native one; the library's name for others
+    values: int
+    ratio: float
+    bits: float
+    bound: float | None  # entropy bound, in bits
+    over: float | None  # percent above the bound
+    encode_gbps: float
+    decode_gbps: float
+    memcpy_gbps: float  # of the same rounds
+    max_error: float  # largest |decoded - x| / |x|
+    l2_error: float  # |decoded - x| / |x| of the whole vector
+
+    @property
+    def encode_memcpy(self) -> float:
+        return self.encode_gbps / self.memcpy_gbps
+
+    @property
+    def decode_memcpy(self) -> float:
+        return self.decode_gbps / self.memcpy_gbps
+
+
+class WrongRoundTrip(GradzipError):
+    """A codec did not give back what it should: it is not timed."""
+
+
+class _Whole:
+    """A gradzip codec on the whole tensor, into recycled buffers."""
+
+    def __init__(self, codec: Codec, x: torch.Tensor, floor: Floor | None) -> None:
+        self.codec, self.x, self.context = codec, x, Context(floor=floor)
+        self.frame = torch.zeros(codec.bound(x.numel(), x.dtype), dtype=torch.uint8)
+        self.back = torch.zeros_like(x)
+        self.payload = self.frame
+
+    def encode(self) -> None:
+        self.payload = self.codec.encode(self.x, self.context, out=self.frame)
+
+    def decode(self) -> None:
+        self.codec.decode(self.payload, self.context, out=self.back)
+
+    def size(self) -> int:
+        return self.payload.numel()
+
+    def decoded(self) -> torch.Tensor:
+        return self.back
+
+
+class _Chunked:
+    """A general-purpose compressor on chunks; the memory of the previous round's results serves the next."""
+
+    def __init__(self, codec: ByteCodec, x: torch.Tensor) -> None:
+        self.codec = codec
+        self.chunks = [chunk.view(torch.uint8).numpy().data for chunk in x.split(CHUNK)]
+        self.packed = [b""] * len(self.chunks)
+
+    def encode(self) -> None:
+        for i, chunk in enumerate(self.chunks):
+            self.packed[i] = self.codec.pack(chunk)
+
+    def decode(self) -> None:
+        for packed, chunk in zip(self.packed, self.chunks):
+            self.codec.unpack(memoryview(packed), chunk.nbytes)
+
+    def size(self) -> int:
+        return sum(map(len, self.packed))
+
+    def decoded(self) -> torch.Tensor:
+        parts = [self.codec.unpack(memoryview(p), c.nbytes) for p, c in zip(self.packed, self.chunks)]
+        return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32)
+
+
+def measure(codec: Codec, sample: Sample, rounds: int = ROUNDS, patience: float = PATIENCE) -> Result:
+    """Verifies and times one codec on one sample."""
+    if codec.rounds > 1:
+        raise Unsupported(f"{codec} exchanges in {codec.rounds} rounds and has no payload to measure")
+    x, floor = sample.values, sample.floor(codec)
+    subject = _Chunked(codec, x) if isinstance(codec, ByteCodec) else _Whole(codec, x, floor)
+    subject.encode()
+    subject.decode()
+    decoded = subject.decoded().clone()
+    _verify(codec, x, decoded, floor)
+    copy, encode, decode = _best_times(subject.encode, subject.decode, x, rounds, patience)
+    raw_bytes, size = x.numel() * x.itemsize, subject.size()
+    bits, bound = 8 * size / x.numel(), bound_bits(codec, decoded, floor)
+    max_error, l2_error = errors(x, decoded)
+    return Result(
+        codec=str(codec),
+        sample=sample.name,
+        engine=engine_of(codec),
+        values=x.numel(),
+        ratio=raw_bytes / size,
+        bits=bits,
+        bound=bound,
+        over=None if not bound else 100 * (bits / bound - 1),
+        encode_gbps=raw_bytes / encode / 1e9,
+        decode_gbps=raw_bytes / decode / 1e9,
+        memcpy_gbps=raw_bytes / copy / 1e9,
+        max_error=max_error,
+        l2_error=l2_error,
+    )
+
+
+def engine_of(codec: Codec) -> str:
+    """What does the work for this codec on the CPU: an engine of gradzip, or a library."""
+    if isinstance(codec, GComp):
+        engine = engines.pick("cpu")
+        return f"native/{engine.isa()}" if engine.NAME == "native" else str(engine.NAME)
+    return codec.name if isinstance(codec, ByteCodec) else "torch"
+
+
+def errors(x: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
+    """Largest relative error of a value, and relative error of the whole, over the finite values."""
+    finite = x.isfinite()
+    exact, got = x[finite].double(), decoded[finite].double()
+    difference = (got - exact).abs()
+    there = exact != 0
+    largest = float((difference[there] / exact[there].abs()).max()) if there.any() else float(difference.any())
+    norm = float(exact.norm())
+    return largest, float(difference.norm()) / norm if norm else float(difference.any())
+
+
+def _verify(codec: Codec, x: torch.Tensor, decoded: torch.Tensor, floor: Floor | None) -> None:
+    """What the codec promises: the same bits, or values no further away than a step of its grid."""
+    if codec.lossless:
+        if not torch.equal(decoded.view(torch.int32), x.view(torch.int32)):
+            raise WrongRoundTrip(f"{codec} is lossless and gave back other values: this is a bug, please report it")
+    elif isinstance(codec, GComp):
+        if not torch.equal(decoded.isfinite(), x.isfinite()):
+            raise WrongRoundTrip(f"{codec} made finite values infinite or the reverse: this is a bug, please report it")
+        finite = x.isfinite()
+        distance = (decoded[finite].double() - x[finite].double()).abs()
+        if (distance > _step(codec, x, floor)[finite]).any():
+            raise WrongRoundTrip(f"{codec} moved a value by more than it may: this is a bug, please report it")
+
+
+def _step(codec: GComp, x: torch.Tensor, floor: Floor | None) -> torch.Tensor:
+    """The spacing of the values that this codec keeps around x; subnormals may always go."""
+    smallest = torch.finfo(torch.float32).tiny
+    if floor is None:
+        return x.double().abs() * 2.0 ** -(23 if codec.keep is None else codec.keep) + smallest
+    f = floor.tensor()
+    return torch.where(f == EXACT, 0.0, torch.exp2(f.double())) + smallest
+
+
+def _best_times(
+    encode: Callable[[], object], decode: Callable[[], object], x: torch.Tensor, rounds: int, patience: float
+) -> tuple[float, float, float]:
+    source, target = x.numpy(), np.zeros(x.numel(), np.float32)
+    jobs: tuple[Callable[[], object], ...] = (lambda: np.copyto(target, source), encode, decode)
+    best = [float("inf")] * len(jobs)
+    with one_core():
+        deadline = time.monotonic() + patience
+        for done in range(rounds):
+            if done >= min(3, rounds) and time.monotonic() > deadline:
+                break
+            for i, job in enumerate(jobs):
+                best[i] = min(best[i], _cpu_time(job))
+    return best[0], best[1], best[2]
+
+
+def _cpu_time(job: Callable[[], object]) -> float:
+    start = time.thread_time()
+    job()
+    return max(time.thread_time() - start, 1e-9)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This thread alone on one core, with one torch thread and no garbage collection; all undone afterwards."""
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    try:
+        torch.set_num_threads(1)
+        gc.disable()
+        if cores:
+            os.sched_setaffinity(0, {max(cores)})
+        yield
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()

@@ -1,0 +1,140 @@
+"""`gradzip bench codec`: size and speed of codecs on one core."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import Progress as Bar
+
+from .. import __version__, capture, engines
+from ..bench import codec as codec_bench
+from ..bench.codec import Result
+from ..bench.sample import Sample
+from ..codecs import parse
+from ..errors import Unsupported
+from .table import Column, Commands, Row, add_json, command, console, number, show
+
+DEFAULT_CODECS = (
+    "gcomp:mode=lossless;gcomp:keep=7;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
+    "cast:to=bf16;lz4;zstd;zlib"
+)
+
+_COLUMNS = (
+    Column("codec", "codec"),
+    Column("engine", "engine"),
+    Column("ratio", "ratio", number(3), right=True),
+    Column("bits", "bits per value", number(3), right=True),
+    Column("bound", "entropy bound", number(3), right=True),
+    Column("over", "over it", number(1, " %"), right=True),
+    Column("encode_gbps", "encode GB/s", number(2), right=True),
+    Column("decode_gbps", "decode GB/s", number(2), right=True),
+    Column("encode_memcpy", "encode / memcpy", number(2, "x"), right=True),
+    Column("decode_memcpy", "decode / memcpy", number(2, "x"), right=True),
+)
+
+
+def add(commands: Commands) -> None:
+    bench = command(commands, "bench", "measure on this machine", "gradzip bench codec --codecs 'gcomp:mode=lossless;zstd'")
+    kinds = bench.add_subparsers(title="benchmarks", dest="kind", required=True, metavar="WHAT")
+    parser = command(
+        kinds,
+        "codec",
+        "size and speed of codecs on one core",
+        "gradzip bench codec --codecs 'gcomp:mode=lossless;gcomp:ulps=256;zstd' --csv speeds.csv",
+        "Verifies each codec's round trip, then times it against memcpy. Without --input the gradient comes from a "
+        "10 M-parameter model that is trained once, for about a minute, and kept in the cache directory.",
+    )
+    parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy of float32, or raw float32")
+    parser.add_argument("--values", type=_count, metavar="N", help="use only the first N values")
+    parser.add_argument("--codecs", metavar="A;B;C", help=f"what to measure (default: {DEFAULT_CODECS})")
+    parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp")
+    parser.add_argument("--isa", metavar="I", help="force this instruction set; `gradzip doctor` lists them")
+    parser.add_argument("--rounds", type=_count, default=codec_bench.ROUNDS, metavar="N", help="best of N (default: 9)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also append the rows to FILE")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with engines.use(args.engine), _instruction_set(args.isa):
+        sample = Sample.load(args.input, args.values) if args.input else builtin(args.values)
+        specs = [spec for spec in (args.codecs or DEFAULT_CODECS).split(";") if spec.strip()]
+        results, notes = [], []
+        for spec in specs:
+            try:
+                results.append(codec_bench.measure(parse(spec), sample, args.rounds))
+            except Unsupported as reason:
+                if args.codecs:  # asked for by name: not to be passed over
+                    raise
+                notes.append(f"{spec} left out: {reason}")
+    if args.csv:
+        append_csv(args.csv, results)
+    if results:
+        speeds = [result.memcpy_gbps for result in results]
+        notes.append(f"memcpy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s between the codecs")
+    title = f"{sample.values.numel():,} float32 values ({sample.name}), one core"
+    show(title, _COLUMNS, [row(result) for result in results], notes, as_json=args.json)
+    return 0
+
+
+def builtin(limit: int | None = None) -> Sample:
+    """The captured gradient; training it the first time is shown on stderr."""
+    with Bar(console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("training a model for its gradients, once", total=1.0, visible=False)
+        snapshot = capture.cached(on_step=lambda p: bar.update(task, completed=p.fraction, visible=True))
+    return Sample.of(snapshot, limit)
+
+
+def row(result: Result) -> Row:
+    derived = {"encode_memcpy": result.encode_memcpy, "decode_memcpy": result.decode_memcpy}
+    return dataclasses.asdict(result) | derived
+
+
+def append_csv(path: Path, results: list[Result]) -> None:
+    rows = [row(result) | {"version": __version__, "processor": processor()} for result in results]
+    if not rows:
+        return
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def processor() -> str:
+    """The processor's name as Linux gives it, or what Python knows elsewhere."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@contextmanager
+def _instruction_set(name: str | None) -> Iterator[None]:
+    """The native engine on that instruction set inside the block; as it was afterwards."""
+    if name is None:
+        yield
+        return
+    native = engines.load("native")
+    before = native.isa()
+    native.set_isa(name)
+    try:
+        yield
+    finally:
+        native.set_isa(before)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value

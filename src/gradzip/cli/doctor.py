@@ -1,0 +1,122 @@
+"""`gradzip doctor`: what is there, what is not, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from .. import __version__, codecs, engines
+from ..codecs import Context
+from ..errors import EngineError, GradzipError
+from .table import Column, Commands, Row, add_json, command, show
+
+_MARKS = {"ok": "ok", "absent": "–", "broken": "BROKEN"}
+
+_COLUMNS = (
+    Column("what", "what"),
+    Column("status", "status", _MARKS.__getitem__),
+    Column("found", "found"),
+)
+
+
+def add(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "doctor",
+        "check this installation",
+        "gradzip doctor --json",
+        "Says which engines run here, which do not and why. The exit code is 1 if something that this machine needs is broken.",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = list(checks())
+    show("gradzip doctor", _COLUMNS, rows, as_json=args.json)
+    return int(any(row["status"] == "broken" for row in rows))
+
+
+def checks() -> Iterator[Row]:
+    """One row per check; `broken` is what a user has to mend, `absent` is what is merely not there."""
+    yield _found("gradzip", __version__)
+    yield _found("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield _found("torch", torch.__version__)
+    yield _found("numpy", np.__version__)
+    yield _threads()
+    yield _gpu()
+    for name in engines.NAMES:
+        yield _engine(name)
+    yield _override()
+    yield _library("triton", "gpu", "codes CUDA tensors")
+    yield _library("zstandard", "baselines", "for comparison")
+    yield _library("lz4", "baselines", "for comparison")
+
+
+def _found(what: str, found: str, status: str = "ok") -> Row:
+    return {"what": what, "status": status, "found": found}
+
+
+def _threads() -> Row:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return _found("threads", f"{torch.get_num_threads()} torch threads on {usable} usable cores")
+
+
+def _gpu() -> Row:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return _found("gpu", ", ".join(names))
+    reason = "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+    return _found("gpu", reason, "absent")
+
+
+def _engine(name: str) -> Row:
+    what = f"engine {name}"
+    if name == "triton" and not torch.cuda.is_available():
+        return _found(what, "not used: it codes CUDA tensors, and there is no CUDA device", "absent")
+    try:
+        engine = engines.load(name)
+        _self_test(name)
+    except GradzipError as reason:
+        return _found(what, str(reason), "broken")
+    if name == "native":
+        others = ", ".join(engine.available_isas())
+        return _found(what, f"{engine.isa()} (this processor offers {others}), self-test passed")
+    return _found(what, "self-test passed")
+
+
+def _self_test(name: str) -> None:
+    """The engine's bytes must be the reference engine's, and must decode to what went in."""
+    x = torch.linspace(-1e-3, 1e-3, 10_000)
+    device = "cuda" if name == "triton" else "cpu"
+    codec = codecs.parse("gcomp:mode=lossless")
+    with engines.use("reference"):
+        expected = codec.encode(x, Context())
+    with engines.use(name):
+        payload = codec.encode(x.to(device), Context())
+        back = codec.decode(payload, Context())
+    if not torch.equal(payload.cpu(), expected) or not torch.equal(back.cpu(), x):
+        raise EngineError(f"the {name} engine fails its self-test: install gradzip again, or set GRADZIP_ENGINE=reference")
+
+
+def _override() -> Row:
+    name = os.environ.get("GRADZIP_ENGINE")
+    if name is None:
+        return _found("GRADZIP_ENGINE", "not set: the engine follows the tensor's device", "absent")
+    known = name in engines.NAMES
+    found = f"forces the {name} engine" if known else f"{name!r} is no engine: choose one of {', '.join(engines.NAMES)}"
+    return _found("GRADZIP_ENGINE", found, "ok" if known else "broken")
+
+
+def _library(name: str, extra: str, purpose: str) -> Row:
+    try:
+        version = getattr(importlib.import_module(name), "__version__", "there")
+    except ImportError:
+        return _found(name, f"not installed ({purpose}: pip install 'gradzip[{extra}]')", "absent")
+    return _found(name, f"{version}, {purpose}")
