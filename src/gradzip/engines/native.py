@@ -97,6 +97,10 @@ def set_isa(name: str) -> None:
         raise EngineError(f"instruction set {name!r} is not available here: choose one of {', '.join(available_isas())}")
 
 
+def threads() -> int:
+    return _threads
+
+
 def set_threads(count: int) -> None:
     """Threads for large tensors (1 by default: the exchange runs beside the user's own computation)."""
     global _threads
