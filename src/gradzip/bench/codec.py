@@ -10,7 +10,6 @@ stay in the cache, without gradzip's frame, and are not charged for moving the r
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +67,7 @@ class WrongRoundTrip(GradzipError):
 class _Whole:
     """A gradzip codec on the whole tensor, into recycled buffers."""
 
-    def __init__(self, codec: Codec, x: torch.Tensor, floor: Floor | None) -> None:
+    def __init__(self, codec: Codec, x: torch.Tensor, floor: torch.Tensor | Floor | None) -> None:
         self.codec, self.x, self.context = codec, x, Context(floor=floor)
         self.frame = torch.zeros(codec.bound(x.numel(), x.dtype), dtype=torch.uint8)
         self.back = torch.zeros_like(x)
@@ -161,7 +160,7 @@ def errors(x: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
     return largest, float(difference.norm()) / norm if norm else float(difference.any())
 
 
-def _verify(codec: Codec, x: torch.Tensor, decoded: torch.Tensor, floor: Floor | None) -> None:
+def _verify(codec: Codec, x: torch.Tensor, decoded: torch.Tensor, floor: torch.Tensor | Floor | None) -> None:
     """What the codec promises: the same bits, or values no further away than a step of its grid."""
     if codec.lossless:
         if not torch.equal(decoded.view(torch.int32), x.view(torch.int32)):
@@ -175,12 +174,14 @@ def _verify(codec: Codec, x: torch.Tensor, decoded: torch.Tensor, floor: Floor |
             raise WrongRoundTrip(f"{codec} moved a value by more than it may: this is a bug, please report it")
 
 
-def _step(codec: GComp, x: torch.Tensor, floor: Floor | None) -> torch.Tensor:
+def _step(codec: GComp, x: torch.Tensor, floor: torch.Tensor | Floor | None) -> torch.Tensor:
     """The spacing of the values that this codec keeps around x; subnormals may always go."""
     smallest = torch.finfo(torch.float32).tiny
     if floor is None:
         return x.double().abs() * 2.0 ** -(23 if codec.keep is None else codec.keep) + smallest
-    f = floor.tensor()
+    if codec.mode == "paper":
+        return x.double().abs() * 2.0**-5 + smallest  # 18 of 23 mantissa bits may go
+    f = floor.tensor() if isinstance(floor, Floor) else floor
     return torch.where(f == EXACT, 0.0, torch.exp2(f.double())) + smallest
 
 
@@ -208,18 +209,22 @@ def _cpu_time(job: Callable[[], object]) -> float:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """This thread alone on one core, with one torch thread and no garbage collection; all undone afterwards."""
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    """This thread alone on one core, with one thread in torch and in the engine; all undone afterwards."""
+    undo: list[Callable[[], object]] = []
+    if hasattr(os, "sched_getaffinity"):
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})
+        undo.append(lambda: os.sched_setaffinity(0, cores))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    undo.append(lambda: torch.set_num_threads(threads))
+    engine = engines.pick("cpu")
+    if engine.NAME == "native":
+        engine_threads = engine.threads()
+        engine.set_threads(1)
+        undo.append(lambda: engine.set_threads(engine_threads))
     try:
-        torch.set_num_threads(1)
-        gc.disable()
-        if cores:
-            os.sched_setaffinity(0, {max(cores)})
         yield
     finally:
-        if cores:
-            os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
-        if collecting:
-            gc.enable()
+        for step in undo:
+            step()

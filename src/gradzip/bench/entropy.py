@@ -56,8 +56,12 @@ def _kept_bits(
         return None
     if codec.keep is not None:
         return codec.keep
-    if codec.mode == "near" and floor is not None:
-        f = (floor.tensor() if isinstance(floor, Floor) else floor).reshape(-1).numpy().astype(np.int64)
-        exact = (f == EXACT) | (exponent == 255)
-        return np.where(exact, MANTISSA_BITS, np.clip(exponent - 127 - f, 0, MANTISSA_BITS))
-    return None
+    if floor is None:
+        return None
+    f = (floor.tensor() if isinstance(floor, Floor) else floor).reshape(-1).numpy().astype(np.int64)
+    exact = (f == EXACT) | (exponent == 255)
+    if codec.mode == "near":
+        kept = np.clip(exponent - 127 - f, 0, MANTISSA_BITS)
+        return np.where(exact, MANTISSA_BITS, kept)
+    level = np.clip((f - (exponent - 127) - 1) // 6, 0, 3)  # paper mode: 2 bits say how many sixths are cut
+    return 2 + MANTISSA_BITS - 6 * np.where(exact, 0, level)

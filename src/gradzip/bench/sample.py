@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ..codecs import Codec
 from ..codecs.gcomp import GComp
 from ..engines.layout import Floor
 from ..errors import Unsupported
+from ..sensitivity import reaches, rules
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Sample:
             raise Unsupported(f"{path} holds {values.size} x {values.dtype}; a gradient is float32 and not empty")
         return cls(path.name, torch.from_numpy(values.reshape(-1)[:limit].copy()))
 
-    def floor(self, codec: Codec) -> Floor | None:
-        """The floors that this codec needs for this gradient; None where it needs none."""
+    def floor(self, codec: Codec) -> torch.Tensor | Floor | None:
+        """The floors (or reaches, in paper mode) that this codec needs for this gradient; None where it needs none."""
         if not (isinstance(codec, GComp) and codec.mode in ("near", "paper")):
             return None
         if self.snapshot is None:
@@ -48,15 +48,7 @@ class Sample:
                 f"{codec} rounds to what the optimizer can feel, and {self.name} holds no optimizer state: "
                 "measure it on the built-in gradients (without --input)"
             )
-        if codec.mode == "paper":
-            raise Unsupported("mode=paper has no benchmark yet: it needs the optimizer's reach, not a floor")
-        return _floor(self.snapshot, codec.ulps)[: self.values.numel()]
-
-
-def _floor(s: Snapshot, ulps: int) -> Floor:
-    """AdamW's rule: a grid 2^f below which a change of the gradient moves theta by less than `ulps` units."""
-    b1, b2, eps = 0.9, 0.999, 1e-8
-    sensitivity = 1.58 * s.lr * (1 - b1) / (1 - b1**s.step)  # of theta to the gradient, times the denominator
-    c0 = math.floor(math.log2(ulps) - math.log2(sensitivity)) - 127 - 23
-    c1 = math.floor(math.log2(b2 / (1 - b2**s.step))) - 127
-    return Floor(s.theta, s.second, c0, c1, math.floor(2 * math.log2(eps)))
+        optimizer = self.snapshot.optimizer()
+        per_parameter = rules(optimizer, codec.ulps) if codec.mode == "near" else reaches(optimizer)
+        (floor,) = per_parameter.values()  # the snapshot's optimizer has one flat parameter
+        return None if floor is None else floor[: self.values.numel()]

@@ -21,7 +21,7 @@ from ..errors import Unsupported
 from .table import Column, Commands, Row, add_json, command, console, number, show
 
 DEFAULT_CODECS = (
-    "gcomp:mode=lossless;gcomp:keep=7;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
+    "gcomp:mode=lossless;gcomp:keep=7;gcomp:mode=paper;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
     "cast:to=bf16;lz4;zstd;zlib"
 )
 
