@@ -13,11 +13,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import gradzip
 from gradzip.engines.layout import EXACT, Job
 from gradzip.engines.reference import map_values
+
+KINDS: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "momentum": SGD,
+    "nesterov": SGD,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+    "adam": Adam,
+    "adamw": AdamW,
+}
+TYPICAL: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1},
+    "momentum": {"lr": 0.1, "momentum": 0.9},
+    "nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "adagrad": {"lr": 0.01},
+    "rmsprop": {"lr": 0.01},
+    "adam": {"lr": 1e-3},
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.95)},
+}
 
 
 def exchange(ranks: np.ndarray, floors: np.ndarray) -> np.ndarray:
@@ -36,7 +55,7 @@ def step_in_double(optimizer: Optimizer, gradient: np.ndarray) -> np.ndarray:
     (p,) = group["params"]
     copy = torch.nn.Parameter(p.detach().double())
     options = {k: v for k, v in group.items() if k in optimizer.defaults}
-    if type(optimizer) is torch.optim.AdamW:
+    if type(optimizer) is AdamW:
         del options["decoupled_weight_decay"]
     double = type(optimizer)([copy], **options)
     state = deepcopy(optimizer.state_dict()["state"])  # or both would count their steps in the same tensor
@@ -143,5 +162,5 @@ class Setting:
         lr = float(self.options["lr"])
         buffer = state.get("momentum_buffer")
         largest = 0 if buffer is None else np.abs(buffer.double().numpy())
-        largest = largest + (np.abs(ranks).mean(0) / self.scale if self.kind is torch.optim.SGD else 64.0)
+        largest = largest + (np.abs(ranks).mean(0) / self.scale if self.kind is SGD else 64.0)
         return 2.0**-49 * (np.abs(self.theta) + np.abs(after) + lr * largest)
