@@ -1,0 +1,261 @@
+"""The command line, in process: what it prints, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import gradient
+
+import gradzip
+from gradzip import capture, cli, engines
+from gradzip.codecs import REGISTRY, parse
+from gradzip.errors import EngineError
+
+COMMANDS = [["doctor"], ["codecs"], ["bench"], ["bench", "codec"], ["demo"]]
+TINY = capture.ModelSize(width=32, blocks=1, batch=1)
+
+
+@pytest.fixture
+def gradient_file(tmp_path: Path) -> Path:
+    path = tmp_path / "gradient.f32"
+    gradient(5000).numpy().tofile(path)
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert cli.main([*argv, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--help"])
+    assert end.value.code == 0
+    assert f"example: gradzip {command[0]}" in capsys.readouterr().out
+
+
+def test_no_command_has_no_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list above is complete: every command that there is was asked for its help."""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = capsys.readouterr().out.split("commands:")[1]
+    names = {line.split()[0] for line in listed.splitlines() if line.startswith("    ") and line[4:5].isalpha()}
+    assert names == {command[0] for command in COMMANDS}
+
+
+def test_module_and_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "gradzip", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"gradzip {gradzip.__version__}"
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["bench"], ["bench", "codec", "--rounds", "0"]])
+def test_a_wrong_command_line_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def test_codecs_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_json(capsys, "codecs")["rows"]
+    assert [row["name"] for row in rows] == sorted(REGISTRY)
+    for row in rows:
+        assert row["summary"], f"{row['name']} does not say what it does"
+        assert (row["lossless"] == "yes") == parse(row["name"]).lossless
+    (gcomp,) = (row for row in rows if row["name"] == "gcomp")
+    assert gcomp["options"]["ulps"] == 1
+    assert gcomp["lossless"] == "mode=lossless"
+
+
+def test_codecs_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["codecs"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in REGISTRY)
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def _statuses(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+
+def test_doctor_finds_a_working_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADZIP_ENGINE", raising=False)
+    assert cli.main(["doctor", "--json"]) == 0
+    rows = _statuses(capsys)
+    assert rows["gradzip"]["found"] == gradzip.__version__
+    assert rows["engine reference"]["status"] == "ok"
+    assert rows["engine native"]["status"] == "ok"
+    assert engines.load("native").isa() in rows["engine native"]["found"]
+
+
+def test_doctor_names_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = engines.load
+
+    def load(name: str) -> object:
+        if name == "native":
+            raise EngineError("the native engine cannot run here: no library")
+        return real(name)
+
+    monkeypatch.setattr(engines, "load", load)
+    for module in ("zstandard", "lz4"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main(["doctor", "--json"]) == 1
+    rows = _statuses(capsys)
+    assert rows["engine native"] == {
+        "what": "engine native",
+        "status": "broken",
+        "found": "the native engine cannot run here: no library",
+    }
+    assert rows["zstandard"]["status"] == rows["lz4"]["status"] == "absent"
+    assert "gradzip[baselines]" in rows["lz4"]["found"]
+
+
+def test_doctor_catches_an_engine_that_codes_differently(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = engines.load("native")
+    real = native.encode
+
+    def flipped(x: Any, job: Any, out: Any, *rest: Any) -> int:
+        size: int = real(x, job, out, *rest)
+        out[size - 1] ^= 1
+        return size
+
+    monkeypatch.setattr(native, "encode", flipped)
+    assert cli.main(["doctor", "--json"]) == 1
+    assert _statuses(capsys)["engine native"]["status"] == "broken"
+
+
+def test_doctor_reads_the_override(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADZIP_ENGINE", "reference")
+    cli.main(["doctor", "--json"])
+    assert "reference" in _statuses(capsys)["GRADZIP_ENGINE"]["found"]
+    monkeypatch.setenv("GRADZIP_ENGINE", "nativ")
+    assert cli.main(["doctor", "--json"]) == 1
+    assert _statuses(capsys)["GRADZIP_ENGINE"]["status"] == "broken"
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_bench_codec_from_a_file(gradient_file: Path, capsys: pytest.CaptureFixture[str], engine: str) -> None:
+    specs = ["gcomp:mode=lossless", "gcomp:keep=7,round=truncate", "zlib"]
+    argv = ["bench", "codec", "--input", str(gradient_file), "--rounds", "1", "--codecs", ";".join(specs)]
+    rows = run_json(capsys, *argv, "--engine", engine)["rows"]
+    assert [row["codec"] for row in rows] == specs
+    assert [row["engine"].split("/")[0] for row in rows] == [engine, engine, "zlib"]
+    for row in rows:
+        assert row["values"] == 5000
+        assert row["encode_memcpy"] == row["encode_gbps"] / row["memcpy_gbps"]
+    assert rows[0]["max_error"] == 0
+    assert rows[0]["bits"] > rows[0]["bound"] > 20
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+def test_bench_codec_forces_the_instruction_set(
+    isa: str, gradient_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = engines.load("native")
+    if isa not in native.available_isas():
+        pytest.skip(f"this processor has no {isa}")
+    before = native.isa()
+    argv = ["bench", "codec", "--input", str(gradient_file), "--rounds", "1", "--codecs", "gcomp:mode=lossless"]
+    (row,) = run_json(capsys, *argv, "--engine", "native", "--isa", isa)["rows"]
+    assert row["engine"] == f"native/{isa}"
+    assert native.isa() == before
+
+
+def test_bench_codec_refuses_an_unknown_instruction_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "codec", "--isa", "sse9"]) == 1
+    assert "sse9" in capsys.readouterr().err
+
+
+def test_bench_codec_leaves_out_what_the_file_cannot_tell(
+    gradient_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "codec", "--input", str(gradient_file), "--values", "3000"]
+    argv += ["--rounds", "1", "--engine", "reference"]
+    shown = run_json(capsys, *argv)
+    assert "gcomp:mode=lossless" in [row["codec"] for row in shown["rows"]]
+    assert "gcomp" not in [row["codec"] for row in shown["rows"]]
+    assert any(note.startswith("gcomp left out") and "optimizer state" in note for note in shown["notes"])
+    assert cli.main([*argv, "--codecs", "gcomp"]) == 1, "asked for by name"
+    assert "optimizer state" in capsys.readouterr().err
+
+
+def test_bench_codec_on_the_builtin_gradient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(capture.cached, "__defaults__", (TINY, 3, None))
+    argv = ["bench", "codec", "--values", "5000", "--codecs", "gcomp;gcomp:ulps=256"]
+    argv += ["--rounds", "1", "--engine", "reference"]
+    fine, coarse = run_json(capsys, *argv)["rows"]
+    assert coarse["bits"] < fine["bits"] < 32
+    assert fine["sample"] == "step 3"
+
+
+def test_bench_codec_appends_to_csv(gradient_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "speeds.csv"
+    argv = ["bench", "codec", "--input", str(gradient_file), "--codecs", "identity", "--csv", str(path)]
+    argv += ["--rounds", "1", "--engine", "reference"]
+    assert cli.main(argv) == cli.main(argv) == 0
+    capsys.readouterr()
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["codec"] for row in rows] == ["identity", "identity"]
+    assert rows[0]["version"] == gradzip.__version__
+    assert rows[0]["processor"]
+
+
+def test_errors_go_to_stderr_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "codec", "--input", "/nowhere/x.f32"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gradzip: cannot read /nowhere/x.f32")
+
+
+# -- demo ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "DEMO", TINY)
+    monkeypatch.setenv("GRADZIP_ENGINE", "native")
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_shows_every_codec_at_every_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zstandard")
+    pytest.importorskip("lz4")
+    shown = run_json(capsys, "demo", "--steps", "6")
+    moments = list(dict.fromkeys(row["moment"] for row in shown["rows"]))
+    assert moments == ["early, step 2", "middle, step 3", "late, step 6"]
+    assert len(shown["rows"]) == 3 * len(cli.demo.CODECS)
+    assert shown["notes"] == []
+    exact = {row["codec"] for row in shown["rows"] if row["max_error"] == 0}
+    assert exact == {"gcomp:mode=lossless", "zstd", "lz4"}
+
+
+@pytest.mark.usefixtures("tiny_demo")
+def test_demo_works_without_the_extras(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("zstandard", "lz4", "lz4.block"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main(["demo", "--seconds", "0.01"]) == 0
+    out = capsys.readouterr().out
+    assert "gcomp:ulps=4096" in out
+    assert "note: zstd left out" in out
+    assert out.count("note:") == 2, "each note once"

@@ -1,0 +1,128 @@
+"""The shape of the package: imports point down only, `__all__` is true, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import gradzip
+
+PACKAGE = Path(gradzip.__file__).parent
+TESTS = Path(__file__).parent
+
+# A module may import from its own package and from lower layers (docs/design.md, CONTRIBUTING.md).
+LAYERS = {
+    "errors": 0,
+    "option": 1,
+    "wire": 1,
+    "worker": 1,
+    "engines": 2,
+    "codecs": 3,
+    "sensitivity": 3,
+    "feedback": 4,
+    "peers": 4,
+    "policy": 4,
+    "collectives": 5,
+    "planner": 6,
+    "hooks": 7,
+    "capture": 7,
+    "bench": 8,
+    "": 9,  # gradzip itself: the public names
+    "cli": 10,
+    "__main__": 11,
+}
+
+MOST_LINES = 500
+# The oracle stays in one piece, in the order of docs/format.md.
+LONGER = {"engines/reference.py": 600}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_module_escapes_the_tests() -> None:
+    assert PACKAGE / "errors.py" in MODULES
+    assert PACKAGE / "cli" / "demo.py" in MODULES
+
+
+def _part(relative: Path) -> str:
+    """The layer name of a file: its top-level module or package; '' for gradzip/__init__.py."""
+    first = relative.parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def _imported_parts(folder: Path, source: str) -> set[str]:
+    """The layer names that a file in that folder imports, at whatever place in it."""
+    package = ["gradzip", *folder.relative_to(PACKAGE).parts]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target[0] != "gradzip":
+                continue
+            part = target[1] if len(target) > 1 else ""
+            is_module = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()
+            found.add(part if part and is_module else "")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    own = _part(path.relative_to(PACKAGE))
+    assert own in LAYERS, f"{own} has no layer yet: give it one in LAYERS, and in CONTRIBUTING.md"
+    for part in _imported_parts(path.parent, path.read_text()) - {own}:
+        assert LAYERS[part] < LAYERS[own], f"{path.name} is in layer {LAYERS[own]} and imports {part or 'gradzip'}"
+
+
+def test_every_form_of_import_is_understood() -> None:
+    forms = {
+        "from ..cli import main": {"cli"},
+        "from .. import cli, wire": {"cli", "wire"},
+        "import gradzip.cli.demo": {"cli"},
+        "from gradzip.cli import main": {"cli"},
+        "def f():\n    from ..engines.layout import Floor": {"engines"},
+        "from .base import Codec": {"codecs"},
+        "from .. import __version__": {""},
+        "import torch": set(),
+    }
+    for source, expected in forms.items():
+        assert _imported_parts(PACKAGE / "codecs", source) == expected, source
+
+
+def _with_all() -> list[ModuleType]:
+    modules = []
+    for path in MODULES:
+        if "__all__" in path.read_text():
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            modules.append(importlib.import_module(".".join(["gradzip", *parts]).removesuffix(".__init__")))
+    return modules
+
+
+@pytest.mark.parametrize("module", _with_all(), ids=lambda m: m.__name__)
+def test_all_is_true(module: ModuleType) -> None:
+    names = module.__all__
+    assert len(names) == len(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_every_public_name_is_exported() -> None:
+    public = {n for n, v in vars(gradzip).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    public -= {"annotations"}
+    assert public <= set(gradzip.__all__), f"not in __all__: {sorted(public - set(gradzip.__all__))}"
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted(TESTS.glob("*.py"))], ids=lambda p: p.name)
+def test_files_stay_small(path: Path) -> None:
+    name = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+    lines = len(path.read_text().splitlines())
+    assert lines <= LONGER.get(name, MOST_LINES), f"{name} has {lines} lines: split it"

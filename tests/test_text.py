@@ -1,0 +1,119 @@
+"""The text form of a codec: `parse(str(codec)) == codec`, and messages that help."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradzip import Codec, parse
+from gradzip.codecs import REGISTRY
+from gradzip.errors import Unsupported
+
+# Options that are words; numbers are drawn by their type.
+WORDS = {
+    "mode": ["near", "lossless", "keep", "paper"],
+    "round": ["nearest", "truncate"],
+    "book": ["frame", "shared"],
+    "to": ["bf16", "fp16"],
+}
+
+
+def _values(field: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
+    kind = str(field.type)
+    if field.name in WORDS:
+        return st.sampled_from(WORDS[field.name])
+    if kind.startswith("bool"):
+        return st.booleans()
+    if kind.startswith("int"):
+        return st.integers(-10, 100_000) | st.integers(0, 9)
+    if kind.startswith("float"):
+        return st.floats(0, 1, exclude_min=True)
+    raise AssertionError(f"say in WORDS what the option {field.name!r} may be")
+
+
+@st.composite
+def codecs(draw: st.DrawFn) -> Codec:
+    """Any codec with some of its options changed to anything that it accepts."""
+    cls = REGISTRY[draw(st.sampled_from(sorted(REGISTRY)))]
+    values = {field.name: draw(_values(field)) for field in dataclasses.fields(cls) if draw(st.booleans())}
+    try:
+        return cls(**values)
+    except Unsupported:
+        return cls()
+
+
+@given(codecs())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_text_parses_back(codec: Codec) -> None:
+    assert parse(str(codec)) == codec
+    assert str(parse(str(codec))) == str(codec)
+
+
+@given(codecs())
+def test_repr_is_python(codec: Codec) -> None:
+    assert eval(repr(codec), {cls.__name__: cls for cls in REGISTRY.values()}) == codec
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_defaults_stay_silent(name: str) -> None:
+    assert str(REGISTRY[name]()) == name
+
+
+def test_a_codec_is_its_own_parse() -> None:
+    codec = parse("gcomp:keep=7")
+    assert parse(codec) is codec
+
+
+def test_spaces_do_not_matter() -> None:
+    assert parse("  gcomp: keep = 7 , round = truncate ") == parse("gcomp:keep=7,round=truncate")
+
+
+def test_keep_means_mode_keep() -> None:
+    assert parse("gcomp:keep=7") == parse("gcomp:mode=keep,keep=7")
+    assert str(parse("gcomp:mode=keep,keep=7")) == "gcomp:keep=7"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gcmop", "unknown codec 'gcmop', did you mean 'gcomp'?"),
+        ("powersdg:rank=2", "did you mean 'powersgd'?"),
+        ("gcomp:mod=near", "no option 'mod', did you mean 'mode'?"),
+        ("gcomp:mode=losless", "did you mean 'lossless'?"),
+        ("cast:too=bf16", "did you mean 'to'?"),
+        ("identity:level=1", "it has: none"),
+        ("quux", "`gradzip codecs` lists them all"),
+    ],
+)
+def test_near_misses_are_named(text: str, message: str) -> None:
+    with pytest.raises(Unsupported) as error:
+        parse(text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "gcomp:keep",  # no value
+        "gcomp:keep=7,keep=8",  # twice
+        "gcomp:keep=seven",
+        "gcomp:keep=24",
+        "gcomp:keep=-1",
+        "gcomp:mode=lossless,keep=7",
+        "gcomp:ulps=0",
+        "gcomp:limit=9",
+        "gcomp:round=up",
+        "gcomp:book=mine",
+        "cast:to=int8",
+        "zlib:level=10",
+        "zstd:level=99",
+    ],
+)
+def test_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(Unsupported):
+        parse(text)
