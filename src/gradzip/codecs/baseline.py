@@ -31,6 +31,10 @@ class Identity(Codec):
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return numel * dtype.itemsize
 
+    def _check_claim(self, header: wire.Header) -> None:
+        if header.body_bytes != header.numel * header.dtype.itemsize:
+            raise Corrupt(f"{header.numel} values do not fit a body of {header.body_bytes} bytes")
+
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         size = x.numel() * x.itemsize
         body[:size] = x.view(torch.uint8)
@@ -65,6 +69,10 @@ class Cast(Codec):
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return 4 + 2 * numel
 
+    def _check_claim(self, header: wire.Header) -> None:
+        if header.body_bytes != 4 + 2 * header.numel:
+            raise Corrupt(f"{header.numel} cast values do not fit a body of {header.body_bytes} bytes")
+
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         size = 4 + 2 * x.numel()
         code = wire.DTYPE_CODES[self._TYPES[self.to]]
@@ -89,10 +97,15 @@ class ByteCodec(Codec):
     """A general-purpose compressor over the tensor's bytes, on the CPU."""
 
     fixed_size: ClassVar[bool] = False
+    expansion: ClassVar[int]  # bytes that one packed byte can stand for at the most
 
     @property
     def lossless(self) -> bool:
         return True
+
+    def _check_claim(self, header: wire.Header) -> None:
+        if header.numel * header.dtype.itemsize > header.body_bytes * self.expansion:
+            raise Corrupt(f"{header.numel} values cannot be in a {self.name} body of {header.body_bytes} bytes")
 
     def pack(self, data: memoryview) -> bytes:
         raise NotImplementedError
@@ -131,6 +144,7 @@ class Zlib(ByteCodec):
     name: ClassVar[str] = "zlib"
     wire_id: ClassVar[int] = 3
     summary: ClassVar[str] = "DEFLATE over the bytes, on the CPU"
+    expansion: ClassVar[int] = 1032
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -163,6 +177,7 @@ class Zstd(ByteCodec):
     name: ClassVar[str] = "zstd"
     wire_id: ClassVar[int] = 4
     summary: ClassVar[str] = "Zstandard over the bytes, on the CPU (extra: baselines)"
+    expansion: ClassVar[int] = 1 << 15  # a block of 128 KB can be one byte behind a head of three
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -198,6 +213,7 @@ class Lz4(ByteCodec):
     name: ClassVar[str] = "lz4"
     wire_id: ClassVar[int] = 5
     summary: ClassVar[str] = "LZ4 over the bytes, on the CPU (extra: baselines)"
+    expansion: ClassVar[int] = 255
 
     @staticmethod
     def _library() -> Any:
