@@ -12,7 +12,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +44,7 @@ class ModelSize:
 
 DEMO = ModelSize(width=192, blocks=6, batch=4)  # 2.8 M parameters, 11 MB of gradients: hundreds of steps in a minute
 BENCH = ModelSize(width=320, blocks=8, batch=4)  # 10.1 M parameters, 40 MB of gradients
+BENCH_STEPS = 120  # about a minute on two cores
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def train(
         raise Unsupported("train() wants either steps= or seconds=")
     if steps is not None and steps < 1 + len(at):
         raise Unsupported(f"{len(at)} snapshots need a run of at least {1 + len(at)} steps, not {steps}")
+    if seconds is not None and not seconds > 0:
+        raise Unsupported(f"seconds={seconds}: train for some time")
     if not at or list(at) != sorted(set(at)) or not 0 < at[0] <= at[-1] <= 1:
         raise Unsupported(f"at={tuple(at)}: give rising fractions of the run, above 0 and up to 1")
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -168,7 +171,7 @@ def corpus(limit: int = CORPUS_BYTES) -> torch.Tensor:
         if len(data) >= limit:
             break
     if len(data) <= 1 << 16:
-        raise Unsupported(f"{library} holds too few Python sources to train on: use a Python that ships its library as .py files")
+        raise Unsupported(f"{library} holds too few Python sources to train on: use a Python that ships them")
     return torch.frombuffer(data[:limit], dtype=torch.uint8)
 
 
@@ -225,7 +228,7 @@ def cache_dir() -> Path:
 
 
 def cached(
-    size: ModelSize = BENCH, steps: int = 100, on_step: Callable[[Progress], None] | None = None
+    size: ModelSize = BENCH, steps: int = BENCH_STEPS, on_step: Callable[[Progress], None] | None = None
 ) -> Snapshot:
     """The last snapshot of such a run, from the cache if it was made before."""
     shape = f"{size.width}x{size.blocks}x{size.batch}"

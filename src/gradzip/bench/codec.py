@@ -91,7 +91,7 @@ class _Chunked:
 
     def __init__(self, codec: ByteCodec, x: torch.Tensor) -> None:
         self.codec = codec
-        self.chunks = [chunk.view(torch.uint8).numpy().data for chunk in x.split(CHUNK)]
+        self.chunks = [chunk.view(torch.uint8).numpy().data for chunk in torch.split(x, CHUNK)]
         self.packed = [b""] * len(self.chunks)
 
     def encode(self) -> None:

@@ -40,7 +40,8 @@ _COLUMNS = (
 
 
 def add(commands: Commands) -> None:
-    bench = command(commands, "bench", "measure on this machine", "gradzip bench codec --codecs 'gcomp:mode=lossless;zstd'")
+    example = "gradzip bench codec --codecs 'gcomp:mode=lossless;zstd'"
+    bench = command(commands, "bench", "measure on this machine", example)
     kinds = bench.add_subparsers(title="benchmarks", dest="kind", required=True, metavar="WHAT")
     parser = command(
         kinds,

@@ -33,7 +33,9 @@ def yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def command(commands: Commands, name: str, help_text: str, example: str, description: str = "") -> argparse.ArgumentParser:
+def command(
+    commands: Commands, name: str, help_text: str, example: str, description: str = ""
+) -> argparse.ArgumentParser:
     """A parser for one command, with its example below the options."""
     result: argparse.ArgumentParser = commands.add_parser(
         name,
