@@ -2,6 +2,7 @@
 #include "lanes.h"
 
 namespace gz {
+namespace {
 namespace avx2 {
 
 inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
@@ -23,18 +24,26 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::m
 
 using plain::encode_lanes;
 
+#include "values.h"
+
+inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
+inline bool join_full(const uint8_t*, const uint8_t* const*, int, const Target&) { return false; }
+inline bool join_near(const Scratch&, const int8_t*, int, const Target&) { return false; }
+
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     for (int i = 0; i < count; i++)
         if (int error = plain::decode_lanes(lanes[i])) return error;
     return 0;
 }
 
+#include "sparse.h"
 #include "block.h"
 
 }  // namespace avx2
+}  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_pair, avx2::sample_block, avx2::floors};
+    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block, avx2::floors};
     return &kernels;
 }
 

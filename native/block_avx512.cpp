@@ -2,15 +2,17 @@
 #include "lanes_avx512.h"
 
 namespace gz {
+namespace {
 namespace avx512 {
 
-// Vector stores run up to 63 bytes over the end.
+// `to` may be `from` or lie before it: a store never reaches beyond what has been read.
 inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
     for (int i = 0; i < n; i += 64) {
+        __mmask64 here = n - i < 64 ? (__mmask64(1) << (n - i)) - 1 : ~__mmask64(0);
         __m512i e = _mm512_loadu_si512(exponent + i);
-        __mmask64 keep = _mm512_test_epi8_mask(e, e);
-        if (n - i < 64) keep &= (__mmask64(1) << (n - i)) - 1;
-        _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(keep, _mm512_loadu_si512(from + i)));
+        __mmask64 keep = _mm512_test_epi8_mask(e, e) & here;
+        __m512i squeezed = _mm512_maskz_compress_epi8(keep, _mm512_maskz_loadu_epi8(here, from + i));
+        _mm512_mask_storeu_epi8(to, here, squeezed);
         to += __builtin_popcountll(keep);
     }
 }
@@ -43,19 +45,29 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool stream) {
     std::memcpy(to + i, from + i, bytes - i);
 }
 
+// Blocks of equal size in lockstep; pairs share a look-up, and two pairs hide each other's latencies.
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
-    if (count == 2 && lanes[0].n == lanes[1].n && lanes[0].table == lanes[1].table) return decode_lanes<2>(lanes);
-    for (int i = 0; i < count; i++)
-        if (int error = decode_lanes<1>(lanes + i)) return error;
+    bool alike = true;
+    for (int i = 1; i < count; i++) alike &= lanes[i].n == lanes[0].n;
+    if (alike && count == 4) return decode_lanes<4>(lanes);
+    for (int i = 0; i < count;) {
+        bool pair = alike && i + 2 <= count;
+        if (int error = pair ? decode_lanes<2>(lanes + i) : decode_lanes<1>(lanes + i)) return error;
+        i += pair ? 2 : 1;
+    }
     return 0;
 }
 
+#include "values.h"
+#include "values_avx512.h"
+#include "sparse.h"
 #include "block.h"
 
 }  // namespace avx512
+}  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_pair, avx512::sample_block, avx512::floors};
+    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block, avx512::floors};
     return &kernels;
 }
 

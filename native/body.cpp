@@ -54,13 +54,8 @@ bool valid(const gz_job& job, uint64_t n, const gz_floor* floor) {
            job.keep <= 23 && job.limit >= 1 && job.limit <= 8 && (!needs_floor || (floor && (floor->given || floor->theta)));
 }
 
-template <typename T>
-std::unique_ptr<T[]> aligned_array(size_t count) {
-    return std::unique_ptr<T[]>(new T[count]);
-}
-
-Scratch* scratch() {  // two blocks' worth per thread
-    static thread_local std::unique_ptr<Scratch[]> room = aligned_array<Scratch>(2);
+Scratch* scratch() {  // room for a group of blocks per thread
+    static thread_local std::unique_ptr<Scratch[]> room(new Scratch[kGroup]());
     return room.get();
 }
 
@@ -76,7 +71,15 @@ struct Source {
         uint64_t start = number * kBlock;
         int count = int(std::min<uint64_t>(kBlock, n - start));
         const int item = float_layout(job.dtype).item_bytes;
-        BlockIn in{static_cast<const uint8_t*>(x) + start * uint64_t(item), count, job, coding_of(job), nullptr, table};
+        const uint8_t* values = static_cast<const uint8_t*>(x) + start * uint64_t(item);
+        BlockIn in{values, count, job, coding_of(job), nullptr, table, {}};
+        if (start + 2 * kBlock <= n) {
+            in.next[0] = values + kBlock * item;
+            if (in.coding != kFixed && !floor->given) {
+                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + kBlock);
+                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + kBlock);
+            }
+        }
         if (in.coding != kFixed) {
             kernels->floors(*floor, start, count, job.shift, floor_room);
             in.floor = floor_room;
@@ -84,26 +87,27 @@ struct Source {
         return in;
     }
     // Sampling touches few rows of each block: only their floors are computed.
-    void sample(uint64_t number, int64_t* counts) const {
+    void sample_segment(uint64_t segment, int64_t counts[256]) const {
         Scratch& s = scratch()[0];
-        uint64_t start = number * kBlock;
-        int count = int(std::min<uint64_t>(kBlock, n - start));
-        const int item = float_layout(job.dtype).item_bytes;
-        BlockIn in{static_cast<const uint8_t*>(x) + start * uint64_t(item), count, job, coding_of(job), nullptr, nullptr};
-        if (in.coding != kFixed) {
-            for (int row = 0; row < count; row += kSampleRows * kLanes)
-                kernels->floors(*floor, start + uint64_t(row), std::min(kLanes, count - row),
-                                job.shift, s.floor + row);
-            in.floor = s.floor;
+        const uint64_t item = uint64_t(float_layout(job.dtype).item_bytes);
+        const uint8_t* values = static_cast<const uint8_t*>(x);
+        uint64_t first = segment * kSegment, last = std::min(n, first + kSegment);
+        for (uint64_t row = first; row < last; row += kSampleRows * kLanes)
+            for (uint64_t line = 0; line < kLanes * item; line += 64) __builtin_prefetch(values + row * item + line, 0, 1);
+        uint32_t parts[4][256] = {};
+        for (uint64_t start = first; start < last; start += kBlock) {
+            int count = int(std::min<uint64_t>(kBlock, n - start));
+            BlockIn in{values + start * item, count, job, coding_of(job), nullptr, nullptr, {}};
+            if (in.coding != kFixed) {
+                for (int row = 0; row < count; row += kSampleRows * kLanes)
+                    kernels->floors(*floor, start + uint64_t(row), std::min(kLanes, count - row), job.shift, s.floor + row);
+                in.floor = s.floor;
+            }
+            kernels->sample_block(in, parts, s);
         }
-        kernels->sample_block(in, counts, s);
+        for (int k = 0; k < 256; k++) counts[k] = int64_t(parts[0][k]) + parts[1][k] + parts[2][k] + parts[3][k];
     }
 };
-
-void prefetch_samples(const uint8_t* from, const uint8_t* end, int item) {
-    for (const uint8_t* row = from; row < end; row += kSampleRows * kLanes * item)
-        for (int line = 0; line < kLanes * item; line += 64) __builtin_prefetch(row + line, 0, 1);
-}
 
 // Encodes blocks [first, last) and returns the bytes written at `out`, which has `room` bytes.
 // Blocks are coded in place where there is room for the worst case, else through a buffer.
@@ -112,19 +116,14 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
     Scratch& s = scratch()[0];
     alignas(64) CodeTable table;
     uint64_t at = 0;
-    const int item = float_layout(source.job.dtype).item_bytes;
     for (uint64_t number = first; number < last; number++) {
         if (number % kSegmentBlocks == 0 || number == first) {
             uint64_t segment = number / kSegmentBlocks;
             uint8_t sampled[256];
             const uint8_t* use = lengths ? lengths + 256 * segment : sampled;
             if (!lengths) {
-                int64_t counts[256] = {0};
-                uint64_t stop = std::min((segment + 1) * kSegmentBlocks, blocks_of(source.n));
-                const uint8_t* x = static_cast<const uint8_t*>(source.x);
-                prefetch_samples(x + segment * kSegment * uint64_t(item),
-                                 x + std::min(source.n, stop * kBlock) * uint64_t(item), item);
-                for (uint64_t b = segment * kSegmentBlocks; b < stop; b++) source.sample(b, counts);
+                int64_t counts[256];
+                source.sample_segment(segment, counts);
                 code_lengths(counts, source.job.limit, sampled);
             }
             build_table(use, &table);
@@ -205,12 +204,13 @@ struct Body {
     }
     int kind(uint64_t number) const { return int(load16(data + index_offset(n, book) + 2 * number) >> 14); }
 
-    // Blocks near the end of the body are moved to where vector loads may run over.
+    // Blocks near the end of the body are moved to `room`, where vector loads may run over their end.
     int block(uint64_t number, BlockData* b, uint8_t* room) const {
-        int k = kind(number);
-        if (k > kSparse) return GZ_BAD_KIND;
+        int kind = int(load16(data + index_offset(n, book) + 2 * number) >> 14);
+        if (kind > kSparse) return GZ_BAD_KIND;
         uint64_t bytes = offset[number + 1] - offset[number];
-        *b = {data + offset[number], int(bytes), Kind(k), true};
+        int count = int(std::min<uint64_t>(kBlock, n - number * kBlock));
+        *b = {data + offset[number], int(bytes), Kind(kind), count, &tables[number / kSegmentBlocks], nullptr};
         if (offset[number + 1] + 64 > size) {
             if (bytes > kMaxDense - 64) return GZ_BAD_DENSE;
             std::memcpy(room, b->data, bytes);
@@ -225,21 +225,19 @@ int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, co
                   bool stream, uint8_t* out, const Kernels* kernels) {
     Scratch* s = scratch();
     const uint64_t item = uint64_t(float_layout(dtype).item_bytes);
-    for (uint64_t number = first; number < last; number += 2) {
-        BlockData block[2];
-        int n[2] = {0, 0};
-        const CodeTable* table[2];
-        const int8_t* floors[2] = {s[0].floor, s[1].floor};
-        void* target[2];
-        for (uint64_t k = 0; k < 2 && number + k < last; k++) {
-            uint64_t start = (number + k) * kBlock;
-            n[k] = int(std::min<uint64_t>(kBlock, body.n - start));
-            if (int error = body.block(number + k, &block[k], s[k].frame)) return error;
-            table[k] = &body.tables[(number + k) / kSegmentBlocks];
-            target[k] = out + start * item;
-            if (body.coding == kNear) kernels->floors(*floor, start, n[k], shift, s[k].floor);
+    for (uint64_t number = first; number < last; number += kGroup) {
+        BlockData block[kGroup];
+        Target target[kGroup];
+        int count = int(std::min<uint64_t>(kGroup, last - number));
+        for (int k = 0; k < count; k++) {
+            uint64_t start = (number + uint64_t(k)) * kBlock;
+            if (int error = body.block(number + uint64_t(k), &block[k], s[k].frame)) return error;
+            target[k] = {out + start * item, add, stream};
+            if (body.coding == kNear) kernels->floors(*floor, start, block[k].n, shift, s[k].floor);
         }
-        if (int error = kernels->decode_pair(block, n, dtype, body.coding, table, floors, target, add, stream, s)) return error;
+        uint64_t after = number + kGroup;
+        if (after + kGroup <= last) block[0].next = body.data + body.offset[after];
+        if (int error = kernels->decode_group(block, count, dtype, body.coding, target, s)) return error;
     }
     return 0;
 }
@@ -340,16 +338,12 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         uint64_t start = number * kBlock;
         int here = int(std::min<uint64_t>(kBlock, n - start));
         std::memcpy(s[0].sum, local + start, size_t(here) * 4);
-        BlockData block[2];
-        if (int error = body.block(number, &block[0], s[0].frame)) return error;
-        int sizes[2] = {here, 0};
-        const CodeTable* table[2] = {&body.tables[number / kSegmentBlocks], nullptr};
-        const int8_t* floors[2] = {s[0].floor, nullptr};
-        void* target[2] = {s[0].sum, nullptr};
+        BlockData block;
+        Target target{s[0].sum, true, false};
+        if (int error = body.block(number, &block, s[0].frame)) return error;
         if (body.coding == kNear) kernels->floors(*floor, start, here, in_shift, s[0].floor);
-        if (int error = kernels->decode_pair(block, sizes, GZ_FLOAT32, body.coding, table, floors, target, true, false, s))
-            return error;
-        BlockIn in{s[0].sum, here, *job, coding_of(*job), nullptr, &tables[number / kSegmentBlocks]};
+        if (int error = kernels->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, s)) return error;
+        BlockIn in{s[0].sum, here, *job, coding_of(*job), nullptr, &tables[number / kSegmentBlocks], {}};
         if (in.coding != kFixed) {
             kernels->floors(*floor, start, here, job->shift, s[0].floor);
             in.floor = s[0].floor;
@@ -366,9 +360,8 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
 
 int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts) {
     if (!valid(*job, n, floor)) return GZ_BAD_ARGUMENT;
-    std::memset(counts, 0, size_t(segments_of(n)) * 256 * sizeof(int64_t));
     Source source{*job, x, n, floor, chosen().load()};
-    for (uint64_t b = 0; b < blocks_of(n); b++) source.sample(b, counts + 256 * (b / kSegmentBlocks));
+    for (uint64_t i = 0; i < segments_of(n); i++) source.sample_segment(i, counts + 256 * i);
     return 0;
 }
 

@@ -6,6 +6,21 @@
 #include "layout.h"
 
 namespace gz {
+// Everything here is compiled once per instruction set: the unnamed namespace keeps the linker from merging the copies.
+namespace {
+
+// What the next block will need, fetched while the lanes of this one are busy: `each` cache lines of every stream at
+// each of the loop's steps. Hardware prefetchers stop at page ends, which come four times in a block.
+struct Prefetch {
+    const uint8_t* stream[3] = {nullptr, nullptr, nullptr};
+    int each = 4;
+    void lines(int step) const {
+        for (const uint8_t* s : stream) {
+            if (!s) return;
+            for (int i = 0; i < each; i++) __builtin_prefetch(s + 64 * (step * each + i), 0, 2);
+        }
+    }
+};
 
 // What goes into the lanes, one entry per value.
 struct LaneInput {
@@ -18,6 +33,7 @@ struct LaneInput {
     int chunks;               // highest chunk that occurs: 0-3
     const uint8_t* width;     // lane bits of each value; unused if chunks = 0
     const uint8_t* chunk[3];
+    Prefetch prefetch;
 };
 
 // What comes out of the lanes, and where it is read from.
@@ -35,6 +51,7 @@ struct LaneOutput {
     uint8_t* exponent;
     uint8_t* level;
     uint8_t* chunk[3];
+    Prefetch prefetch;
 };
 
 inline int clamp_bits(int bits) { return bits < 0 ? 0 : bits > 8 ? 8 : bits; }
@@ -197,5 +214,6 @@ inline int decode_lanes(const LaneOutput& o) {
 }
 
 }  // namespace plain
+}  // namespace
 }  // namespace gz
 #endif

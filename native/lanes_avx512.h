@@ -8,6 +8,7 @@
 #include "lanes.h"
 
 namespace gz {
+namespace {
 namespace avx512 {
 
 // 256 bytes in four registers.
@@ -31,8 +32,7 @@ inline __m256i high_half(__m512i v) { return _mm512_extracti64x4_epi64(v, 1); }
 
 // Writes up to 32 bytes at out.
 inline void push(__m512i& x, __m512i bits, __m512i count, uint8_t*& out) {
-    __m512i over = _mm512_srlv_epi16(x, _mm512_sub_epi16(_mm512_set1_epi16(16), count));
-    __mmask32 full = _mm512_test_epi16_mask(over, over);
+    __mmask32 full = _mm512_cmpgt_epu16_mask(x, _mm512_srlv_epi16(_mm512_set1_epi16(-1), count));
     store_row(out, _mm256_maskz_compress_epi8(full, _mm512_cvtepi16_epi8(x)));
     out += __builtin_popcount(full);
     x = _mm512_mask_srli_epi16(x, full, x, 8);
@@ -52,6 +52,7 @@ inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out,
     int rows = (in.n + kLanes - 1) / kLanes;
     __mmask64 any_escape = 0;
     for (int pair = (rows - 1) / 2; pair >= 0; pair--) {
+        in.prefetch.lines(pair);
         // Two rows share the look-ups.
         __m512i e = _mm512_loadu_si512(in.exponent + 64 * pair);
         __m512i symbol = _mm512_sub_epi8(e, base);
@@ -66,11 +67,11 @@ inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out,
             __mmask32 here = lanes_here(in.n, row);
             int start = row * kLanes;
             if (in.chunks) {
-                __m512i width = _mm512_maskz_mov_epi16(here, widen(load_row(in.width + start)));
+                __m256i width = _mm256_maskz_mov_epi8(here, load_row(in.width + start));
                 for (int c = in.chunks - 1; c >= 0; c--) {
-                    __m512i count = _mm512_min_epu16(eight, _mm512_subs_epu16(width, _mm512_set1_epi16(short(8 * c))));
-                    if (_mm512_test_epi16_mask(count, count))
-                        push(x, _mm512_maskz_mov_epi16(here, widen(load_row(in.chunk[c] + start))), count, out);
+                    __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
+                    if (c == 0 || !_mm256_testz_si256(count, count))
+                        push(x, widen(_mm256_maskz_mov_epi8(here, load_row(in.chunk[c] + start))), widen(count), out);
                 }
             }
             __m256i row_e = half ? high_half(e) : low_half(e);
@@ -121,9 +122,11 @@ struct Reader {
         x = _mm512_or_si512(_mm512_mask_slli_epi16(x, low, x, 8), bytes);
         return true;
     }
-    bool pop(__m512i count, __m512i* bits) {
-        *bits = _mm512_andnot_si512(_mm512_sllv_epi16(_mm512_set1_epi16(-1), count), x);
-        return drop(count);
+    bool pop(__m256i count, __m256i* bits) {
+        // 2^count - 1 for counts 0 to 8, from a table of 16 bytes.
+        const __m256i masks = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 3, 7, 15, 31, 63, 127, -1, -1, -1, -1, -1, -1, -1, -1));
+        *bits = _mm256_and_si256(_mm512_cvtepi16_epi8(x), _mm256_shuffle_epi8(masks, count));
+        return drop(widen(count));
     }
     bool done() const { return at == begin && _mm512_cmpeq_epi16_mask(x, _mm512_set1_epi16(256)) == ~__mmask32(0); }
 };
@@ -132,88 +135,102 @@ struct Reader {
 inline bool decode_row(const LaneOutput& o, Reader& reader, int row, __m256i e, __mmask32 here) {
     int start = row * kLanes;
     __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & here;
-    __m512i width, bits;
+    __m256i bits;
     if (o.coding == kFixed) {
         if (!o.rest) return true;
-        width = _mm512_maskz_set1_epi16(o.pruned ? nonzero : here, short(o.rest));
-        if (!reader.pop(width, &bits)) return false;
-        store_row(o.chunk[0] + start, _mm512_cvtepi16_epi8(bits));
+        if (!reader.pop(_mm256_maskz_set1_epi8(o.pruned ? nonzero : here, char(o.rest)), &bits)) return false;
+        store_row(o.chunk[0] + start, bits);
         return true;
     }
+    __m256i width;
     if (o.coding == kNear) {
+        // kept = e - (f + 127), where f + 127 as an unsigned byte is f + 128 - 1: it saturates at 0 by itself.
         __m256i floor = load_row(reinterpret_cast<const uint8_t*>(o.floor) + start);
-        __mmask32 exact = _mm256_cmpeq_epi8_mask(floor, _mm256_set1_epi8(kExact)) |
-                          _mm256_cmpeq_epi8_mask(e, _mm256_set1_epi8(char(255)));
-        __m512i kept = _mm512_sub_epi16(_mm512_sub_epi16(widen(e), _mm512_set1_epi16(127)), _mm512_cvtepi8_epi16(floor));
-        kept = _mm512_min_epi16(_mm512_max_epi16(kept, _mm512_setzero_si512()), _mm512_set1_epi16(23));
-        kept = _mm512_mask_mov_epi16(kept, exact, _mm512_set1_epi16(23));
-        width = _mm512_maskz_add_epi16(nonzero, kept, _mm512_set1_epi16(1));
+        __mmask32 exact = _mm256_cmpeq_epi8_mask(floor, _mm256_set1_epi8(char(kExact))) |
+                          _mm256_cmpeq_epi8_mask(e, _mm256_set1_epi8(-1));
+        __m256i grid = _mm256_add_epi8(floor, _mm256_set1_epi8(127));
+        __m256i kept = _mm256_min_epu8(_mm256_subs_epu8(e, grid), _mm256_set1_epi8(23));
+        kept = _mm256_mask_mov_epi8(kept, exact, _mm256_set1_epi8(23));
+        width = _mm256_maskz_add_epi8(nonzero, kept, _mm256_set1_epi8(1));
     } else {
-        if (!reader.pop(_mm512_maskz_set1_epi16(nonzero, 2), &bits)) return false;
-        store_row(o.level + start, _mm512_cvtepi16_epi8(bits));
-        width = _mm512_maskz_sub_epi16(nonzero, _mm512_set1_epi16(24), _mm512_mullo_epi16(bits, _mm512_set1_epi16(6)));
+        if (!reader.pop(_mm256_maskz_set1_epi8(nonzero, 2), &bits)) return false;
+        store_row(o.level + start, bits);
+        __m256i twice = _mm256_add_epi8(bits, bits), cut = _mm256_add_epi8(_mm256_add_epi8(twice, twice), twice);
+        width = _mm256_maskz_sub_epi8(nonzero, _mm256_set1_epi8(24), cut);
     }
     for (int c = 0; c < 3; c++) {
-        __m512i count = _mm512_min_epu16(_mm512_set1_epi16(8), _mm512_subs_epu16(width, _mm512_set1_epi16(short(8 * c))));
-        bits = _mm512_setzero_si512();
-        if (_mm512_test_epi16_mask(count, count) && !reader.pop(count, &bits)) return false;
-        store_row(o.chunk[c] + start, _mm512_cvtepi16_epi8(bits));
+        __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
+        bits = _mm256_setzero_si256();
+        if ((c == 0 || !_mm256_testz_si256(count, count)) && !reader.pop(count, &bits)) return false;
+        store_row(o.chunk[c] + start, bits);
     }
     return true;
 }
 
-// Decodes one block, or two of the same size in lockstep, so that one's latencies hide behind the other's work.
+// Decodes K = 1, 2 or 4 blocks of the same size and code in lockstep: a look-up serves two of them at once, and one
+// pair's latencies hide behind the other's work.
 template <int K>
 int decode_lanes(const LaneOutput* o) {
-    Reader reader[K];
-    for (int k = 0; k < K; k++)
+    constexpr int pairs = (K + 1) / 2;
+    Reader reader[2 * pairs];
+    __m512i base[pairs];
+    __mmask64 single[pairs];
+    bool fields_only = o[0].coding == kFixed, any_single = false;
+    for (int k = 0; k < K; k++) {
         if (int error = reader[k].start(o[k])) return error;
+        __mmask64 half = __mmask64(0xffffffffu) << (k % 2 * 32);
+        base[k / 2] = k % 2 ? _mm512_mask_set1_epi8(base[k / 2], half, char(o[k].base)) : _mm512_set1_epi8(char(o[k].base));
+        single[k / 2] = (k % 2 ? single[k / 2] : 0) | (o[k].single ? half : 0);
+        any_single |= o[k].single;
+        fields_only &= o[k].rest == 0;
+    }
     const ByteTable symbols(o[0].table->symbol), consumed(o[0].table->consumed);
-    __m512i base = _mm512_set1_epi8(char(o[0].base));
-    if (K == 2) base = _mm512_inserti64x4(base, _mm256_set1_epi8(char(o[K - 1].base)), 1);
-    __mmask64 single = o[0].single ? 0xffffffffu : 0;
-    if (K == 2 && o[K - 1].single) single |= __mmask64(0xffffffffu) << 32;
     const int rows = (o[0].n + kLanes - 1) / kLanes;
-    const bool fields_only = o[0].coding == kFixed && o[0].rest == 0 && (K == 1 || o[K - 1].rest == 0);
     for (int row = 0; row < rows; row++) {
-        __mmask32 here = lanes_here(o[0].n, row);
-        __m512i index = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(reader[0].x));
-        if (K == 2) index = _mm512_inserti64x4(index, _mm512_cvtepi16_epi8(reader[K - 1].x), 1);
-        __m512i symbol = symbols[index], length = consumed[index];
-        __m512i e = _mm512_add_epi8(symbol, base);
-        e = _mm512_mask_add_epi8(e, _mm512_cmplt_epu8_mask(e, symbol), e, _mm512_set1_epi8(1));
-        e = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(symbol, symbol), e);
-        __mmask64 escaped = _mm512_movepi8_mask(length);
-        length = _mm512_and_si512(length, _mm512_set1_epi8(15));
-        if (__builtin_expect(single != 0, 0)) {
-            e = _mm512_mask_mov_epi8(e, single, base);
-            length = _mm512_mask_mov_epi8(length, single, _mm512_setzero_si512());
-            escaped &= ~single;
-        }
-        if (__builtin_expect(here != ~__mmask32(0), 0)) {
-            __mmask64 both = here | __mmask64(here) << 32;
-            e = _mm512_maskz_mov_epi8(both, e);
-            length = _mm512_maskz_mov_epi8(both, length);
-            escaped &= both;
-        }
-        for (int k = 0; k < K; k++)
-            if (!reader[k].drop(widen(k ? high_half(length) : low_half(length)))) return GZ_BAD_LANES;
-        if (K == 1) escaped &= 0xffffffffu;
-        if (__builtin_expect(escaped != 0, 0)) {
-            for (int k = 0; k < K; k++) {
-                __mmask32 mine = __mmask32(k ? escaped >> 32 : escaped);
-                if (!mine) continue;
-                __m512i raw;
-                if (!o[k].escapes || !reader[k].pop(_mm512_maskz_set1_epi16(mine, 8), &raw)) return GZ_BAD_LANES;
-                __m256i row_e = _mm256_mask_mov_epi8(k ? high_half(e) : low_half(e), mine, _mm512_cvtepi16_epi8(raw));
-                e = k ? _mm512_inserti64x4(e, row_e, 1) : _mm512_inserti64x4(e, row_e, 0);
+        const __mmask32 here = lanes_here(o[0].n, row);
+        o[0].prefetch.lines(row);
+        for (int p = 0; p < pairs; p++) {
+            const bool two = 2 * p + 1 < K;
+            Reader* r = reader + 2 * p;
+            const LaneOutput* out = o + 2 * p;
+            __m512i index = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(r[0].x));
+            if (two) index = _mm512_inserti64x4(index, _mm512_cvtepi16_epi8(r[1].x), 1);
+            __m512i symbol = symbols[index], length = consumed[index];
+            __m512i e = _mm512_add_epi8(symbol, base[p]);
+            e = _mm512_mask_add_epi8(e, _mm512_cmplt_epu8_mask(e, symbol), e, _mm512_set1_epi8(1));
+            e = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(symbol, symbol), e);
+            __mmask64 escaped = _mm512_movepi8_mask(length);
+            length = _mm512_and_si512(length, _mm512_set1_epi8(15));
+            if (__builtin_expect(any_single, 0)) {
+                e = _mm512_mask_mov_epi8(e, single[p], base[p]);
+                length = _mm512_mask_mov_epi8(length, single[p], _mm512_setzero_si512());
+                escaped &= ~single[p];
             }
+            if (__builtin_expect(here != ~__mmask32(0), 0)) {
+                __mmask64 both = here | __mmask64(here) << 32;
+                e = _mm512_maskz_mov_epi8(both, e);
+                length = _mm512_maskz_mov_epi8(both, length);
+                escaped &= both;
+            }
+            if (!r[0].drop(widen(low_half(length)))) return GZ_BAD_LANES;
+            if (two && !r[1].drop(widen(high_half(length)))) return GZ_BAD_LANES;
+            if (!two) escaped &= 0xffffffffu;
+            if (__builtin_expect(escaped != 0, 0)) {
+                for (int k = 0; k < 1 + two; k++) {
+                    __mmask32 mine = __mmask32(k ? escaped >> 32 : escaped);
+                    if (!mine) continue;
+                    __m256i raw;
+                    if (!out[k].escapes || !r[k].pop(_mm256_maskz_set1_epi8(mine, 8), &raw)) return GZ_BAD_LANES;
+                    __m256i row_e = _mm256_mask_mov_epi8(k ? high_half(e) : low_half(e), mine, raw);
+                    e = k ? _mm512_inserti64x4(e, row_e, 1) : _mm512_inserti64x4(e, row_e, 0);
+                }
+            }
+            store_row(out[0].exponent + row * kLanes, low_half(e));
+            if (two) store_row(out[1].exponent + row * kLanes, high_half(e));
+            if (fields_only) continue;
+            if (!decode_row(out[0], r[0], row, low_half(e), here)) return GZ_BAD_LANES;
+            if (two && !decode_row(out[1], r[1], row, high_half(e), here)) return GZ_BAD_LANES;
         }
-        store_row(o[0].exponent + row * kLanes, low_half(e));
-        if (K == 2) store_row(o[K - 1].exponent + row * kLanes, high_half(e));
-        if (fields_only) continue;
-        for (int k = 0; k < K; k++)
-            if (!decode_row(o[k], reader[k], row, k ? high_half(e) : low_half(e), here)) return GZ_BAD_LANES;
     }
     for (int k = 0; k < K; k++)
         if (!reader[k].done()) return GZ_BAD_LANES;
@@ -221,5 +238,6 @@ int decode_lanes(const LaneOutput* o) {
 }
 
 }  // namespace avx512
+}  // namespace
 }  // namespace gz
 #endif

@@ -27,7 +27,7 @@ enum Kind { kRaw = 0, kDense = 1, kSparse = 2 };
 struct FloatLayout {
     int item_bytes, exponent_bits, field_bits;
 };
-inline FloatLayout float_layout(int dtype) {
+static inline FloatLayout float_layout(int dtype) {
     if (dtype == GZ_FLOAT32) return {4, 8, 24};
     if (dtype == GZ_BFLOAT16) return {2, 8, 8};
     return {2, 5, 11};
@@ -68,6 +68,7 @@ struct BlockIn {
     Coding coding;
     const int8_t* floor;  // n floors with the shift applied, or NULL
     const CodeTable* table;
+    const uint8_t* next[3];  // what the next block will read, to be fetched ahead; NULL-terminated
 };
 
 // What a block became: written to `out`, which has room for kMaxDense bytes.
@@ -76,37 +77,47 @@ struct BlockOut {
     int bytes;
 };
 
+// One block to decode.
+constexpr int kGroup = 4;  // so many are decoded in lockstep
 struct BlockData {
-    const uint8_t* data;
+    const uint8_t* data;  // 64 readable bytes follow it
     int size;
     Kind kind;
-    bool padded;  // 64 readable bytes follow the data
+    int n;
+    const CodeTable* table;
+    const uint8_t* next;  // what the next group will read, to be fetched ahead, or NULL
+};
+
+// Where decoded values go.
+struct Target {
+    void* out;
+    bool add;     // add to what is there
+    bool stream;  // bypass the cache: the output is larger than it
 };
 
 // The functions that exist once per instruction set.
 struct Kernels {
     const char* name;
     BlockOut (*encode_block)(const BlockIn& in, uint8_t* out, Scratch& scratch);
-    // Decodes two blocks of the same frame at once (the second may be absent: n[1] = 0). Returns 0 or a gz_error.
-    int (*decode_pair)(const BlockData block[2], const int n[2], int dtype, Coding coding, const CodeTable* table[2],
-                       const int8_t* floor[2], void* out[2], bool add, bool stream, Scratch scratch[2]);
-    void (*sample_block)(const BlockIn& in, int64_t* counts, Scratch& scratch);
+    // Decodes up to kGroup blocks of one segment; block k's floors are in scratch[k]. Returns 0 or a gz_error.
+    int (*decode_group)(const BlockData* block, int count, int dtype, Coding coding, const Target* target, Scratch* scratch);
+    void (*sample_block)(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch);
     void (*floors)(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* out);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 
-inline void store16(uint8_t* p, unsigned v) {
+static inline void store16(uint8_t* p, unsigned v) {
     p[0] = uint8_t(v);
     p[1] = uint8_t(v >> 8);
 }
-inline unsigned load16(const uint8_t* p) { return p[0] | unsigned(p[1]) << 8; }
-inline void store32(uint8_t* p, uint32_t v) {
+static inline unsigned load16(const uint8_t* p) { return p[0] | unsigned(p[1]) << 8; }
+static inline void store32(uint8_t* p, uint32_t v) {
     store16(p, v & 0xffff);
     store16(p + 2, v >> 16);
 }
-inline uint32_t load32(const uint8_t* p) { return load16(p) | uint32_t(load16(p + 2)) << 16; }
+static inline uint32_t load32(const uint8_t* p) { return load16(p) | uint32_t(load16(p + 2)) << 16; }
 
 }  // namespace gz
 #endif

@@ -1,0 +1,326 @@
+// Values in and out: what each mode maps a value to, how values split into exponents, fields and lane bits, and back.
+// Plain loops, so that the compiler vectorises them for the instruction set at hand; values_avx512.h has faster
+// forms of the hottest ones. Included once per instruction set, inside a namespace (see block_scalar.cpp).
+
+#define GZ_RESTRICT __restrict__
+
+// --- What each mode maps a value to ---
+
+inline uint32_t paper_level(uint32_t exponent, int reach) {
+    int span = reach - (int(exponent) - 127) - 1;
+    uint32_t level = uint32_t(span >= 6) + uint32_t(span >= 12) + uint32_t(span >= 18);
+    return (reach == kExact) | (exponent == 255) ? 0 : level;
+}
+
+// q(x) for one value; Mode is a constant, so each loop below has only its own branches.
+template <int Mode>
+inline uint32_t map_value(uint32_t u, int floor, int keep) {
+    uint32_t sign = u & 0x80000000u, magnitude = u & 0x7fffffffu, exponent = magnitude >> 23;
+    int kept = keep;
+    if (Mode == GZ_NEAR) {
+        kept = int(exponent) - 127 - floor;
+        kept = (kept > 23) | (floor == kExact) ? 23 : kept;
+    } else if (Mode == GZ_PAPER) {
+        kept = 23 - 6 * int(paper_level(exponent, floor));
+    }
+    int bounded = kept < 0 ? 0 : kept;
+    uint32_t cut = uint32_t(23 - bounded), mask = ~0u << cut, truncated = magnitude & mask, result = truncated;
+    if (Mode == GZ_NEAR || Mode == GZ_KEEP) {
+        // Ties to even multiples of the grid; with no bit kept the multiple is the implicit 1, which is odd.
+        uint32_t odd = cut == 23 ? 1 : magnitude >> cut & 1;
+        uint32_t half = (1u << cut) >> 1;
+        uint32_t rounded = (magnitude + (cut ? half - 1 + odd : 0)) & mask;
+        result = rounded < 0x7f800000u ? rounded : truncated;
+        if (Mode == GZ_NEAR) {
+            // Below the grid: more than half a step rounds up to one step, the rest to zero.
+            uint32_t one_step = uint32_t(floor + 127) << 23;
+            uint32_t below = (kept == -1) & ((magnitude & 0x7fffff) != 0) ? one_step : 0;
+            result = kept < 0 ? below : result;
+        }
+    }
+    result = exponent == 0 ? 0 : result;
+    result = exponent == 255 ? (magnitude > 0x7f800000u ? 0x7fc00000u : 0x7f800000u) : result;
+    return result ? result | sign : 0;
+}
+
+constexpr int kCut = -1;  // the Mode of map_value that truncates to `keep` bits
+
+inline void map_values(const uint32_t* GZ_RESTRICT x, int n, const gz_job& job, const int8_t* GZ_RESTRICT floor,
+                       uint32_t* GZ_RESTRICT q) {
+    int keep = job.keep;
+    if (job.mode == GZ_KEEP && job.truncate)
+        for (int i = 0; i < n; i++) q[i] = map_value<kCut>(x[i], 0, keep);
+    else if (job.mode == GZ_KEEP)
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_KEEP>(x[i], 0, keep);
+    else if (job.mode == GZ_NEAR)
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_NEAR>(x[i], floor[i], 23);
+    else
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_PAPER>(x[i], floor[i], 23);
+}
+
+// --- Exponents and their statistics ---
+
+struct Stats {
+    uint32_t all_bits = 0;      // or of all values
+    uint32_t odd_zeros = 0;     // or of the values with exponent 0
+    uint32_t sum = 0, nonzero = 0;
+    bool single = false;
+    int base = 0;
+};
+
+// A block after mapping: where its values are, their statistics, and what has been made on the way.
+struct Split {
+    const void* values;  // NULL: not stored; mapped_values() makes them
+    Stats stats;
+    bool full_planes;  // the three bytes of every field are already in the planes
+    int chunks;        // the lane part is already split into so many chunks; -1: it is not
+};
+
+template <typename Word, int MantissaBits>
+Stats split_exponents(const Word* GZ_RESTRICT v, int n, uint8_t* GZ_RESTRICT exponent) {
+    constexpr uint32_t mask = MantissaBits == 10 ? 31 : 255;
+    uint32_t all = 0, odd = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t u = v[i], e = u >> MantissaBits & mask;
+        exponent[i] = uint8_t(e);
+        all |= u;
+        odd |= e ? 0 : u;
+    }
+    uint32_t sum = 0, nonzero = 0;
+    uint8_t lowest = 255, highest = 0;
+    for (int i = 0; i < n; i++) {
+        uint8_t e = exponent[i];
+        sum += e;
+        nonzero += e != 0;
+        lowest = e < lowest ? e : lowest;
+        highest = e > highest ? e : highest;
+    }
+    Stats s;
+    s.all_bits = all;
+    s.odd_zeros = odd;
+    s.sum = sum;
+    s.nonzero = nonzero;
+    s.single = lowest == highest;
+    s.base = s.single ? highest : int((sum + nonzero / 2) / nonzero);
+    return s;
+}
+
+inline Stats split_exponents(const void* values, int n, int dtype, uint8_t* exponent) {
+    if (dtype == GZ_FLOAT32) return split_exponents<uint32_t, 23>(static_cast<const uint32_t*>(values), n, exponent);
+    const uint16_t* half = static_cast<const uint16_t*>(values);
+    return dtype == GZ_BFLOAT16 ? split_exponents<uint16_t, 7>(half, n, exponent)
+                                : split_exponents<uint16_t, 10>(half, n, exponent);
+}
+
+// Maps the values of a block and finds their exponents.
+inline Split split_values_plain(const BlockIn& in, Scratch& scratch) {
+    const void* values = in.values;
+    if (in.job.dtype == GZ_FLOAT32 && in.job.mode != GZ_LOSSLESS) {
+        map_values(static_cast<const uint32_t*>(values), in.n, in.job, in.floor, scratch.mapped);
+        values = scratch.mapped;
+    }
+    return {values, split_exponents(values, in.n, in.job.dtype, scratch.exponent), false, -1};
+}
+
+inline const void* mapped_values(const BlockIn& in, const Split& split, Scratch& scratch) {
+    if (split.values) return split.values;
+    map_values(static_cast<const uint32_t*>(in.values), in.n, in.job, in.floor, scratch.mapped);
+    return scratch.mapped;
+}
+
+// --- Fields: byte planes, and the bits that remain ---
+
+// t = field >> (F - w): its low `rest` bits go to `lane`, whole bytes above to planes[0..whole).
+template <typename Word, int FieldBits>
+void split_fields(const Word* GZ_RESTRICT v, int n, int width, uint8_t* const planes[3], uint8_t* GZ_RESTRICT lane) {
+    constexpr int sign_at = 8 * sizeof(Word) - 1;
+    constexpr uint32_t mantissa = (1u << (FieldBits - 1)) - 1;
+    const int whole = width / 8, rest = width % 8, drop = FieldBits - width;
+    auto kept = [=](uint32_t u) { return ((u & mantissa) | (u >> sign_at & 1) << (FieldBits - 1)) >> drop; };
+    for (int j = 0; j < whole; j++) {
+        uint8_t* GZ_RESTRICT plane = planes[j];
+        const int shift = rest + 8 * j;
+        for (int i = 0; i < n; i++) plane[i] = uint8_t(kept(v[i]) >> shift);
+    }
+    if (rest)
+        for (int i = 0; i < n; i++) lane[i] = uint8_t(kept(v[i]) & ((1u << rest) - 1));
+}
+
+inline void split_fields(const void* values, int n, int dtype, int width, uint8_t* const planes[3], uint8_t* lane) {
+    const uint16_t* half = static_cast<const uint16_t*>(values);
+    if (dtype == GZ_FLOAT32)
+        split_fields<uint32_t, 24>(static_cast<const uint32_t*>(values), n, width, planes, lane);
+    else if (dtype == GZ_BFLOAT16)
+        split_fields<uint16_t, 8>(half, n, width, planes, lane);
+    else
+        split_fields<uint16_t, 11>(half, n, width, planes, lane);
+}
+
+template <typename Word, int FieldBits>
+void join_fields(const uint8_t* GZ_RESTRICT exponent, const uint8_t* const planes[3], const uint8_t* GZ_RESTRICT lane,
+                 int n, int width, Word* GZ_RESTRICT v) {
+    constexpr int sign_at = 8 * sizeof(Word) - 1;
+    constexpr uint32_t mantissa = (1u << (FieldBits - 1)) - 1;
+    const int whole = width / 8, rest = width % 8, drop = FieldBits - width;
+    const uint8_t *GZ_RESTRICT p0 = planes[0], *GZ_RESTRICT p1 = planes[1], *GZ_RESTRICT p2 = planes[2];
+    auto word = [](uint32_t e, uint32_t field) {
+        return Word(e << (FieldBits - 1) | (field & mantissa) | (field >> (FieldBits - 1)) << sign_at);
+    };
+    if (rest == 0) {
+        if (whole == 0)
+            for (int i = 0; i < n; i++) v[i] = word(exponent[i], 0);
+        else if (whole == 1)
+            for (int i = 0; i < n; i++) v[i] = word(exponent[i], uint32_t(p0[i]) << drop);
+        else if (whole == 2)
+            for (int i = 0; i < n; i++) v[i] = word(exponent[i], (p0[i] | uint32_t(p1[i]) << 8) << drop);
+        else
+            for (int i = 0; i < n; i++) v[i] = word(exponent[i], p0[i] | uint32_t(p1[i]) << 8 | uint32_t(p2[i]) << 16);
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        uint32_t t = lane[i];
+        if (whole > 0) t |= uint32_t(p0[i]) << rest;
+        if (whole > 1) t |= uint32_t(p1[i]) << (rest + 8);
+        v[i] = word(exponent[i], t << drop);
+    }
+}
+
+// --- The lane part of near and paper mode ---
+
+// The lane part of near and paper mode: widths and chunks of mapped values; returns the highest chunk that occurs.
+template <bool Near>
+int split_lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTRICT floor, Scratch& s) {
+    uint8_t *GZ_RESTRICT width = s.width, *GZ_RESTRICT c0 = s.chunk[0], *GZ_RESTRICT c1 = s.chunk[1];
+    uint8_t *GZ_RESTRICT c2 = s.chunk[2], *GZ_RESTRICT level = s.level;
+    uint32_t widest = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t u = q[i], e = u >> 23 & 255;
+        int kept = Near ? int(e) - 127 - floor[i] : 23 - 6 * int(paper_level(e, floor[i]));
+        if (Near) {
+            kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
+            kept = (floor[i] == kExact) | (e == 255) ? 23 : kept;
+        }
+        uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept);
+        bits = e ? bits : 0;
+        uint32_t w = e ? uint32_t(kept) + 1 : 0;
+        width[i] = uint8_t(w);
+        c0[i] = uint8_t(bits);
+        c1[i] = uint8_t(bits >> 8);
+        c2[i] = uint8_t(bits >> 16);
+        if (!Near) level[i] = uint8_t(paper_level(e, floor[i]));
+        widest = w > widest ? w : widest;
+    }
+    return int(widest + 7) / 8;
+}
+
+template <bool Near>
+void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* GZ_RESTRICT c0, const uint8_t* GZ_RESTRICT c1,
+                    const uint8_t* GZ_RESTRICT c2, const int8_t* GZ_RESTRICT floor, const uint8_t* GZ_RESTRICT level,
+                    int n, uint32_t* GZ_RESTRICT q) {
+    for (int i = 0; i < n; i++) {
+        int e = exponent[i], kept;
+        if (Near) {
+            kept = e - 127 - floor[i];
+            kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
+            kept = (floor[i] == kExact) | (e == 255) ? 23 : kept;
+        } else {
+            kept = 23 - 6 * level[i];
+        }
+        uint32_t bits = c0[i] | uint32_t(c1[i]) << 8 | uint32_t(c2[i]) << 16;
+        uint32_t mantissa = (bits & ((1u << kept) - 1)) << (23 - kept);
+        uint32_t value = (bits >> kept) << 31 | uint32_t(e) << 23 | mantissa;
+        q[i] = e ? value : 0;
+    }
+}
+
+// --- Output ---
+
+inline void add_floats(const float* GZ_RESTRICT from, int n, float* GZ_RESTRICT to) {
+    for (int i = 0; i < n; i++) to[i] += from[i];
+}
+
+// 16-bit sums: through float and back, rounding to nearest even as torch does.
+inline float half_to_float(uint16_t h, int dtype) {
+    uint32_t bits;
+    if (dtype == GZ_BFLOAT16) {
+        bits = uint32_t(h) << 16;
+    } else {
+        uint32_t sign = uint32_t(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+        if (e == 31) {
+            bits = sign | 0x7f800000u | m << 13;
+        } else if (e) {
+            bits = sign | (e + 112) << 23 | m << 13;
+        } else {
+            float tiny = float(m) * (1.0f / 16777216.0f);
+            std::memcpy(&bits, &tiny, 4);
+            bits |= sign;
+        }
+    }
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline uint16_t float_to_half(float f, int dtype) {
+    uint32_t u;
+    std::memcpy(&u, &f, 4);
+    if (dtype == GZ_BFLOAT16) {
+        if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+        return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+    uint32_t sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00);
+    if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00);  // 65536 and above
+    if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 puts the bits where they belong, rounded
+        float shifted;
+        std::memcpy(&shifted, &magnitude, 4);
+        shifted += 0.5f;
+        uint32_t bits;
+        std::memcpy(&bits, &shifted, 4);
+        return uint16_t(sign | (bits - 0x3f000000u));
+    }
+    return uint16_t(sign | (magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+inline void deliver(const void* values, int n, int dtype, const Target& target) {
+    if (!target.add) {
+        copy_out(target.out, values, size_t(n) * size_t(float_layout(dtype).item_bytes), target.stream);
+    } else if (dtype == GZ_FLOAT32) {
+        add_floats(static_cast<const float*>(values), n, static_cast<float*>(target.out));
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(values);
+        uint16_t* to = static_cast<uint16_t*>(target.out);
+        for (int i = 0; i < n; i++) to[i] = float_to_half(half_to_float(to[i], dtype) + half_to_float(from[i], dtype), dtype);
+    }
+}
+
+// --- Floors ---
+
+void floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* GZ_RESTRICT out) {
+    if (rule.given) {
+        const int8_t* GZ_RESTRICT given = rule.given + start;
+        for (int i = 0; i < n; i++) {
+            int f = given[i] + shift;
+            out[i] = int8_t(given[i] == kExact ? kExact : f > 127 ? 127 : f);
+        }
+        return;
+    }
+    const int c0 = rule.c0, c1 = rule.c1, c2 = rule.c2;
+    auto finish = [=](int theta, int f) {
+        f = theta == 0 || f < -127 ? kExact : f > 127 ? 127 : f;
+        int shifted = f + shift;
+        return int8_t(f == kExact ? kExact : shifted > 127 ? 127 : shifted);
+    };
+    const uint8_t* theta = reinterpret_cast<const uint8_t*>(rule.theta + start);
+    const uint8_t* second = reinterpret_cast<const uint8_t*>(rule.second + (rule.second ? start : 0));
+    for (int i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, theta + 4 * i, 4);
+        int e = int(bits >> 23 & 255), f = e + c0;
+        if (rule.second) {
+            std::memcpy(&bits, second + 4 * i, 4);
+            int v = int(bits >> 23 & 255) + c1;
+            f += (v > c2 ? v : c2) >> 1;
+        }
+        out[i] = finish(e, f);
+    }
+}

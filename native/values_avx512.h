@@ -1,0 +1,252 @@
+// The hottest stages of values.h with AVX-512. Four vectors of 16 floats are turned into four vectors of 64 bytes
+// (planes) and back; everything else happens on whole vectors in between.
+
+// Byte j of value i is at plane[j] byte i.
+inline void to_planes(const __m512i v[4], __m512i plane[4]) {
+    // Bytes 0 and 1 (then 2 and 3) of 32 values: 16 of a, 16 of b for each byte.
+    alignas(64) static const uint8_t low_order[64] = {
+        0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88, 92, 96, 100, 104, 108, 112, 116, 120, 124,
+        1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61, 65, 69, 73, 77, 81, 85, 89, 93, 97, 101, 105, 109, 113, 117, 121, 125};
+    const __m512i low = _mm512_load_si512(low_order), high = _mm512_add_epi8(low, _mm512_set1_epi8(2));
+    __m512i low_ab = _mm512_permutex2var_epi8(v[0], low, v[1]), high_ab = _mm512_permutex2var_epi8(v[0], high, v[1]);
+    __m512i low_cd = _mm512_permutex2var_epi8(v[2], low, v[3]), high_cd = _mm512_permutex2var_epi8(v[2], high, v[3]);
+    plane[0] = _mm512_inserti64x4(low_ab, _mm512_castsi512_si256(low_cd), 1);
+    plane[1] = _mm512_shuffle_i64x2(low_ab, low_cd, 0xee);
+    plane[2] = _mm512_inserti64x4(high_ab, _mm512_castsi512_si256(high_cd), 1);
+    plane[3] = _mm512_shuffle_i64x2(high_ab, high_cd, 0xee);
+}
+
+inline void from_planes(const __m512i plane[4], __m512i v[4]) {
+    // Unpacking works inside 128-bit lanes: deal the double words so that the results come out in order.
+    const __m512i deal = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i p[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) p[j] = _mm512_permutexvar_epi32(deal, plane[j]);
+    __m512i low01 = _mm512_unpacklo_epi8(p[0], p[1]), high01 = _mm512_unpackhi_epi8(p[0], p[1]);
+    __m512i low23 = _mm512_unpacklo_epi8(p[2], p[3]), high23 = _mm512_unpackhi_epi8(p[2], p[3]);
+    v[0] = _mm512_unpacklo_epi16(low01, low23);
+    v[1] = _mm512_unpackhi_epi16(low01, low23);
+    v[2] = _mm512_unpacklo_epi16(high01, high23);
+    v[3] = _mm512_unpackhi_epi16(high01, high23);
+}
+
+inline __m512i select(__m512i mask, __m512i yes, __m512i no) { return _mm512_ternarylogic_epi32(mask, yes, no, 0xca); }
+
+// sign|exponent|mantissa  <->  exponent in byte 3, sign and mantissa in bytes 2 to 0
+inline __m512i exponent_first(__m512i u) {
+    __m512i r = select(_mm512_set1_epi32(0x7fffff), u, _mm512_slli_epi32(u, 1));
+    return select(_mm512_set1_epi32(0x800000), _mm512_srli_epi32(u, 8), r);
+}
+inline __m512i sign_first(__m512i r) {
+    __m512i u = select(_mm512_set1_epi32(0x7fffff), r, _mm512_srli_epi32(r, 1));
+    return select(_mm512_set1_epi32(int(0x80000000u)), _mm512_slli_epi32(r, 8), u);
+}
+
+// Statistics of a block, gathered 64 values at a time.
+struct Gatherer {
+    __m512i all = _mm512_setzero_si512(), odd = all, sum = all, highest = all, lowest = _mm512_set1_epi8(-1);
+    uint32_t zeros = 0;
+
+    // e: exponents; u: the values; `here` masks the values that exist.
+    void add(__m512i e, const __m512i u[4], __mmask64 here) {
+        all = _mm512_or_si512(all, _mm512_ternarylogic_epi32(u[0], u[1], _mm512_or_si512(u[2], u[3]), 0xfe));
+        __mmask64 zero = add_exponents(e, here);
+        if (zero)
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) odd = _mm512_mask_or_epi32(odd, __mmask16(zero >> (16 * k)), odd, u[k]);
+    }
+    __mmask64 add_exponents(__m512i e, __mmask64 here) {
+        sum = _mm512_add_epi64(sum, _mm512_sad_epu8(e, _mm512_setzero_si512()));
+        highest = _mm512_max_epu8(highest, e);
+        lowest = _mm512_mask_min_epu8(lowest, here, lowest, e);
+        __mmask64 zero = _mm512_testn_epi8_mask(e, e) & here;
+        zeros += uint32_t(__builtin_popcountll(zero));
+        return zero;
+    }
+    Stats finish(int n) const {
+        Stats s;
+        s.all_bits = uint32_t(_mm512_reduce_or_epi32(all));
+        s.odd_zeros = uint32_t(_mm512_reduce_or_epi32(odd));
+        s.sum = uint32_t(_mm512_reduce_add_epi64(sum));
+        s.nonzero = uint32_t(n) - zeros;
+        alignas(64) uint8_t high[64], low[64];
+        _mm512_store_si512(high, highest);
+        _mm512_store_si512(low, lowest);
+        uint8_t top = 0, bottom = 255;
+        for (int i = 0; i < 64; i++) {
+            top = high[i] > top ? high[i] : top;
+            bottom = low[i] < bottom ? low[i] : bottom;
+        }
+        s.single = top == bottom;
+        s.base = s.single ? top : int((s.sum + s.nonzero / 2) / s.nonzero);
+        return s;
+    }
+};
+
+inline __mmask64 values_here(int n, int start) {
+    return n - start >= 64 ? ~__mmask64(0) : (__mmask64(1) << (n - start)) - 1;
+}
+
+// float32 without a mapping: exponents, statistics and full planes in one pass. The planes are n bytes each.
+inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t* planes) {
+    Gatherer stats;
+    for (int i = 0; i < n; i += 64) {
+        __mmask64 here = values_here(n, i);
+        __m512i u[4], r[4], plane[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            u[k] = _mm512_maskz_loadu_epi32(__mmask16(here >> (16 * k)), x + i + 16 * k);
+            r[k] = exponent_first(u[k]);
+        }
+        to_planes(r, plane);
+        _mm512_storeu_si512(exponent + i, plane[3]);
+#pragma GCC unroll 3
+        for (int j = 0; j < 3; j++) _mm512_mask_storeu_epi8(planes + j * n + i, here, plane[j]);
+        stats.add(plane[3], u, here);
+    }
+    return stats.finish(n);
+}
+
+// Near mode: the mapping of map_value<GZ_NEAR> and the lane part of its result in one pass.
+struct NearPart {
+    __m512i multiple;  // the value as a multiple of its grid, from its leading one down
+    __m512i exponent;
+    __m512i kept;      // mantissa bits; -1 for zeros
+};
+
+// For the few values that the fast path cannot map: not finite, or a grid so coarse that C below does not exist.
+__attribute__((noinline)) void map_special(const uint32_t* values, const int8_t* floor, __mmask16 which, NearPart* part) {
+    alignas(64) int32_t multiple[16], exponent[16], kept[16];
+    _mm512_store_si512(multiple, part->multiple);
+    _mm512_store_si512(exponent, part->exponent);
+    _mm512_store_si512(kept, part->kept);
+    for (int j = 0; j < 16; j++) {
+        if (!(which >> j & 1)) continue;
+        uint32_t q = map_value<GZ_NEAR>(values[j], floor[j], 23);
+        exponent[j] = int32_t(q >> 23 & 255);
+        kept[j] = exponent[j] ? kept_near(exponent[j], floor[j]) : -1;
+        multiple[j] = exponent[j] ? int32_t((q & 0x7fffff) >> (23 - kept[j]) | 1u << kept[j]) : 0;
+    }
+    part->multiple = _mm512_load_si512(multiple);
+    part->exponent = _mm512_load_si512(exponent);
+    part->kept = _mm512_load_si512(kept);
+}
+
+// Adding C = 2^(f+23) to |x| < C rounds |x| to a multiple of 2^f, ties to even, and leaves that multiple in the low
+// bits of the sum; larger |x| are on the grid already.
+inline __m512i near16(const uint32_t* x, const int8_t* floor, __m512i* width) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512i implicit = _mm512_set1_epi32(0x800000);
+    __m512i u = _mm512_loadu_si512(x);
+    __m512i f = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(floor)));
+    __m512i magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
+    __m512i c = _mm512_slli_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(150)), 23);
+    __m512i sum = _mm512_castps_si512(_mm512_add_round_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(c), nearest));
+    __mmask16 exact = _mm512_cmpge_epu32_mask(magnitude, c) | _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact));
+    __mmask16 normal = _mm512_cmpge_epu32_mask(magnitude, implicit);
+    NearPart part;
+    part.multiple = _mm512_maskz_sub_epi32(normal, sum, c);
+    part.multiple = _mm512_mask_mov_epi32(part.multiple, exact & normal, _mm512_ternarylogic_epi32(magnitude, _mm512_set1_epi32(0x7fffff), implicit, 0xea));
+    part.kept = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(part.multiple));
+    part.exponent = _mm512_mask_mov_epi32(_mm512_add_epi32(part.kept, _mm512_add_epi32(f, _mm512_set1_epi32(127))), exact, _mm512_srli_epi32(magnitude, 23));
+    __mmask16 special = _mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(0x7f800000)) | _mm512_cmpgt_epi32_mask(f, _mm512_set1_epi32(104));
+    if (__builtin_expect(special != 0, 0)) map_special(x, floor, special, &part);
+    // The lane part has the sign where the multiple has its leading one. For zeros that shift is out of range: no bit.
+    __m512i leading = _mm512_maskz_sllv_epi32(__mmask16(~_mm512_movepi32_mask(u)), _mm512_set1_epi32(1), part.kept);
+    *width = _mm512_add_epi32(part.kept, _mm512_set1_epi32(1));
+    __mmask16 nonzero = _mm512_test_epi32_mask(part.multiple, part.multiple);
+    return _mm512_or_si512(_mm512_xor_si512(part.multiple, leading), _mm512_maskz_slli_epi32(nonzero, part.exponent, 24));
+}
+
+// The mapped values themselves are not stored; mapped_values() makes them where a block needs them after all.
+inline Split split_near(const BlockIn& in, Scratch& s) {
+    Gatherer stats;
+    __m512i widest = _mm512_setzero_si512();
+    for (int i = 0; i < in.n; i += 64) {
+        const uint32_t* x = static_cast<const uint32_t*>(in.values) + i;
+        const int8_t* floor = in.floor + i;
+        __mmask64 here = values_here(in.n, i);
+        alignas(64) uint32_t padded[64];
+        if (__builtin_expect(here != ~__mmask64(0), 0)) {
+            std::memset(padded, 0, sizeof padded);
+            std::memcpy(padded, x, size_t(in.n - i) * 4);
+            x = padded;
+        }
+        __m512i packed[4], plane[4], width[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            packed[k] = near16(x + 16 * k, floor + 16 * k, &width[k]);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(s.width + i + 16 * k), _mm512_cvtepi32_epi8(width[k]));
+        }
+        widest = _mm512_max_epi32(widest, _mm512_max_epi32(_mm512_max_epi32(width[0], width[1]), _mm512_max_epi32(width[2], width[3])));
+        to_planes(packed, plane);
+#pragma GCC unroll 3
+        for (int j = 0; j < 3; j++) _mm512_storeu_si512(s.chunk[j] + i, plane[j]);
+        _mm512_storeu_si512(s.exponent + i, plane[3]);
+        stats.add_exponents(plane[3], here);
+    }
+    int chunks = (_mm512_reduce_max_epi32(widest) + 7) / 8;
+    return {nullptr, stats.finish(in.n), false, chunks};
+}
+
+inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
+    if (in.job.dtype == GZ_FLOAT32 && in.job.mode == GZ_LOSSLESS)
+        return {in.values, split_float32(static_cast<const uint32_t*>(in.values), in.n, s.exponent, planes), true, -1};
+    if (in.coding == kNear) return split_near(in, s);
+    return split_values_plain(in, s);
+}
+
+inline void store_floats(const Target& target, int i, __m512i v) {
+    float* to = static_cast<float*>(target.out) + i;
+    if (target.add)
+        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_castsi512_ps(v)));
+    else if (target.stream)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v);
+    else
+        _mm512_storeu_si512(to, v);
+}
+
+inline bool can_store(const Target& target, int n) {
+    return n % 64 == 0 && !(target.stream && (reinterpret_cast<uintptr_t>(target.out) & 63));
+}
+
+inline bool join_full(const uint8_t* exponent, const uint8_t* const planes[3], int n, const Target& target) {
+    if (!can_store(target, n)) return false;
+    for (int i = 0; i < n; i += 64) {
+        __m512i plane[4], v[4];
+#pragma GCC unroll 3
+        for (int j = 0; j < 3; j++) plane[j] = _mm512_loadu_si512(planes[j] + i);
+        plane[3] = _mm512_loadu_si512(exponent + i);
+        from_planes(plane, v);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) store_floats(target, i + 16 * k, sign_first(v[k]));
+    }
+    return true;
+}
+
+inline bool join_near(const Scratch& s, const int8_t* floor, int n, const Target& target) {
+    if (!can_store(target, n)) return false;
+    const __m512i zero = _mm512_setzero_si512(), c23 = _mm512_set1_epi32(23);
+    for (int i = 0; i < n; i += 64) {
+        __m512i plane[4], v[4];
+#pragma GCC unroll 3
+        for (int j = 0; j < 3; j++) plane[j] = _mm512_loadu_si512(s.chunk[j] + i);
+        plane[3] = _mm512_loadu_si512(s.exponent + i);
+        from_planes(plane, v);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            __m512i f = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(floor + i + 16 * k)));
+            __m512i e = _mm512_srli_epi32(v[k], 24), bits = _mm512_and_si512(v[k], _mm512_set1_epi32(0xffffff));
+            __mmask16 exact = _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact)) |
+                              _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
+            __m512i kept = _mm512_sub_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(127)), f);
+            kept = _mm512_mask_mov_epi32(_mm512_max_epi32(_mm512_min_epi32(kept, c23), zero), exact, c23);
+            __m512i sign = _mm512_srlv_epi32(bits, kept);
+            // Shifting the sign out on the left leaves the mantissa in place.
+            __m512i mantissa = _mm512_and_si512(_mm512_sllv_epi32(bits, _mm512_sub_epi32(c23, kept)), _mm512_set1_epi32(0x7fffff));
+            __m512i u = _mm512_ternarylogic_epi32(_mm512_slli_epi32(sign, 31), _mm512_slli_epi32(e, 23), mantissa, 0xfe);
+            store_floats(target, i + 16 * k, _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(e, e), u));
+        }
+    }
+    return true;
+}
