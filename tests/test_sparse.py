@@ -39,7 +39,7 @@ def test_hash_depends_on_everything() -> None:
 
 def test_hash_bits_are_balanced() -> None:
     bits = hash_bits(3, 5, "w", torch.arange(1 << 16))
-    assert 0 <= int(bits.min())
+    assert int(bits.min()) >= 0
     assert int(bits.max()) < 1 << 32
     share = torch.stack([(bits >> i & 1).double().mean() for i in range(32)])
     assert float((share - 0.5).abs().max()) < 0.01  # 5 standard deviations
@@ -109,7 +109,7 @@ def test_sample_is_without_replacement(numel: int, k: int) -> None:
     index = sample(key_of(0, 1, "w"), numel, k, CPU)
     assert index.numel() == k
     assert bool((index.diff() > 0).all())
-    assert 0 <= int(index[0])
+    assert int(index[0]) >= 0
     assert int(index[-1]) < numel
 
 

@@ -8,6 +8,9 @@ from . import codecs, errors, wire
 from .codecs import Codec, Context, parse
 from .engines.layout import Floor
 from .errors import CodecError, Corrupt, EngineError, GradzipError, GradzipWarning, PeerError, Truncated, Unsupported
+from .hooks import Handle, attach
+from .option import Option
+from .policy import Fixed, Policy, Rules
 from .sensitivity import floors, reaches, rules
 
 __version__ = "0.1.0"
@@ -48,13 +51,19 @@ __all__ = [
     "Context",
     "Corrupt",
     "EngineError",
+    "Fixed",
     "Floor",
     "GradzipError",
     "GradzipWarning",
+    "Handle",
+    "Option",
     "PeerError",
+    "Policy",
+    "Rules",
     "Truncated",
     "Unsupported",
     "__version__",
+    "attach",
     "decode",
     "encode",
     "errors",

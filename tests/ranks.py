@@ -1,0 +1,47 @@
+"""Runs a function in several processes that form a Gloo group over loopback."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes an error
+DEADLINE = 100.0  # seconds for a whole run
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """function(rank, *args) in each of `world` new processes; what each returned, in the order of ranks.
+
+    An exception in one of them is raised here with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = mp.spawn(_enter, (world, folder, function, args), world, join=False)
+        deadline = time.monotonic() + DEADLINE
+        try:
+            while not running.join(timeout=1):
+                assert time.monotonic() < deadline, f"the ranks still run after {DEADLINE:.0f} s"
+        finally:
+            for process in running.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _enter(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GRADZIP_ENGINE"] = "reference"  # all engines make the same bytes; this one is always there
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,235 @@
+"""attach and its handle: steps that fail, changes on the way, odd gradients, mistakes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import TIMEOUT, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import POLICIES, same, start
+
+import gradzip
+from gradzip import Fixed
+from gradzip.errors import Unsupported
+
+
+def skipped_step(name: str) -> dict[str, Any]:
+    """A step with a NaN on rank 1 alone, between two good ones."""
+    run = start(POLICIES[name])
+    assert run.handle is not None
+    run.train(0, 2)
+    before = run.handle.state_dict()
+    run.step(2, poison=float("nan"))
+    finite = all(bool(g.isfinite().all()) for g in run.gradients())
+    after = run.handle.state_dict()
+    steps = before.pop("steps"), after.pop("steps")
+    kept = before.keys() == after.keys() and all(
+        torch.equal(torch.as_tensor(v), torch.as_tensor(after[k])) for k, v in before.items()
+    )
+    run.train(3, 5)
+    good = all(bool(p.isfinite().all()) for p in run.parameters())
+    return {"finite": finite, "kept": kept, "steps": steps, "good": good, "held": len(before)}
+
+
+def changed_policy() -> dict[str, Any]:
+    """topk, then lossless, which first sends what topk held back, then detached, then attached anew."""
+    run, plain = start("topk:ratio=0.01"), start(None)
+    assert run.handle is not None
+    run.train(0, 2)
+    held = [k for k in run.handle.state_dict() if "residual" in k]
+    run.handle.set_policy("gcomp:mode=lossless")
+    run.train(2, 4)
+    left = [k for k in run.handle.state_dict() if "residual" in k]
+    run.handle.detach()
+    plain.model.load_state_dict(run.model.state_dict())
+    plain.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    run.train(4, 6)
+    plain.train(4, 6)
+    detached = same(run.parameters(), plain.parameters())
+    handle = gradzip.attach(run.model, run.optimizer, Fixed("gcomp:mode=lossless"), timeout=TIMEOUT)
+    run.train(6, 8)
+    plain.train(6, 8)
+    return {
+        "held": len(held),
+        "left": len(left),
+        "detached": detached,
+        "attached": same(run.parameters(), plain.parameters()),
+        "steps": handle.stats()["steps"],
+    }
+
+
+def channels_last() -> bool:
+    """A model whose gradients do not lie in row-major order."""
+    results = []
+    for policy in (None, Fixed("gcomp:mode=lossless"), Fixed("identity"), "gcomp", "topk:ratio=1", "powersgd:rank=24"):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 9, 4))
+        net.to(memory_format=torch.channels_last)
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if policy is not None:
+            gradzip.attach(model, optimizer, policy, timeout=TIMEOUT)
+        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x.to(memory_format=torch.channels_last)).square().mean().backward()
+            optimizer.step()
+        assert not net[0].weight.is_contiguous()
+        results.append([p.detach().clone() for p in model.parameters()])
+    exact = all(same(results[0], r) for r in results[1:3])
+    return exact and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for r in results[3:] for a, b in zip(results[0], r)
+    )
+
+
+def sixteen_bits() -> list[bool]:
+    """Gradients in bfloat16: sums are taken in float32."""
+    out = []
+    for policy in (Fixed("identity"), Fixed("gcomp:mode=lossless"), Fixed("topk:ratio=1")):
+        torch.manual_seed(3)
+        model = DistributedDataParallel(nn.Linear(64, 32).bfloat16())
+        gradzip.attach(model, None, policy, timeout=TIMEOUT)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        model(x).square().mean().backward()
+        mean = [p.grad for p in model.parameters()]
+        alone = nn.Linear(64, 32).bfloat16()
+        alone.load_state_dict(model.module.state_dict())
+        alone(x).square().mean().backward()
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, [p.grad for p in alone.parameters()])
+        expected = [((a.float() + b.float()) / 2).bfloat16() for a, b in zip(*gathered)]
+        out.append(same(mean, expected))
+    return out
+
+
+class Scaler:
+    """Stands in for a GradScaler whose scale the test sets."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def loss_scale() -> float:
+    """Residuals under a changing loss scale: what is sent must not depend on it."""
+    sent = []
+    for scales in ([1.0] * 4, [1024.0, 2.0, 65536.0, 1.0]):
+        torch.manual_seed(3)
+        model, scaler = DistributedDataParallel(nn.Linear(64, 32, bias=False)), Scaler()
+        gradzip.attach(model, None, Fixed("topk:ratio=0.1"), scaler=scaler, timeout=TIMEOUT)  # type: ignore[arg-type]
+        steps = []
+        for number, scaler.scale in enumerate(scales):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+            model.zero_grad()
+            (model(x).square().mean() * scaler.scale).backward()
+            steps.append(model.module.weight.grad / scaler.scale)
+        sent.append(torch.stack(steps))
+    return float((sent[0] - sent[1]).abs().max() / sent[0].abs().max())
+
+
+def alone() -> bool:
+    """A group of one rank: nothing to average, and nothing is lost."""
+    groups = [dist.new_group([r]) for r in (0, 1)]
+    torch.manual_seed(3)
+    net = nn.Linear(64, 32)
+    model = DistributedDataParallel(net, process_group=groups[dist.get_rank()])
+    handle = gradzip.attach(model, timeout=TIMEOUT)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x).square().mean().backward()
+    ours = net.weight.grad
+    net.weight.grad = None
+    net(x).square().mean().backward()
+    return torch.equal(ours, net.weight.grad) and handle.stats()["bytes_sent"] == 0
+
+
+def mistakes() -> dict[str, str]:
+    model = DistributedDataParallel(nn.Linear(64, 32))
+    cases: dict[str, Callable[[], object]] = {
+        "bare": lambda: gradzip.attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
+        "near": lambda: gradzip.attach(model, None, "gcomp"),
+        "codec": lambda: gradzip.attach(model, None, "powersdg"),
+        "route": lambda: gradzip.attach(model, None, Fixed("topk/allreduce")),
+        "device": lambda: gradzip.attach(model, None, Fixed("topk@gpu")),
+    }
+    out = {}
+    for name, case in cases.items():
+        with pytest.raises(Unsupported) as caught:
+            case()
+        out[name] = str(caught.value)
+    handle = gradzip.attach(model)
+    with pytest.raises(Unsupported) as caught:
+        gradzip.attach(model)
+    out["twice"] = str(caught.value)
+    with pytest.raises(Unsupported) as caught:
+        handle.set_policy("gcomp")
+    out["set_policy"] = str(caught.value)
+    with pytest.warns(gradzip.GradzipWarning, match="3 ranks"):
+        handle.load_state_dict(handle.state_dict() | {"world_size": 3})
+    return out
+
+
+def various(rank: int) -> dict[str, Any]:
+    return {
+        "skipped": {name: skipped_step(name) for name in ("randomk", "topk", "powersgd", "near-4096", "mixed")},
+        "changed": changed_policy(),
+        "channels_last": channels_last(),
+        "sixteen_bits": sixteen_bits(),
+        "loss_scale": loss_scale(),
+        "alone": alone(),
+        "mistakes": mistakes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def varied() -> list[dict[str, Any]]:
+    return run_ranks(2, various)
+
+
+@pytest.mark.parametrize("name", ["randomk", "topk", "powersgd", "near-4096", "mixed"])
+def test_a_step_that_is_not_finite_leaves_no_trace(varied: list[dict[str, Any]], name: str) -> None:
+    for rank in (0, 1):
+        seen = varied[rank]["skipped"][name]
+        assert not seen["finite"], "the gradients look good on a rank although one rank had a NaN"
+        assert seen["kept"], "residuals or factors of a failed step were kept"
+        assert seen["held"] > 2
+        assert seen["steps"] == (2, 3)
+        assert seen["good"]
+
+
+def test_policy_can_change_and_be_taken_off(varied: list[dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        assert varied[rank]["changed"] == {"held": 3, "left": 0, "detached": True, "attached": True, "steps": 2}
+
+
+def test_channels_last_gradients(varied: list[dict[str, Any]]) -> None:
+    assert all(v["channels_last"] for v in varied)
+
+
+def test_sixteen_bit_gradients_are_summed_in_full(varied: list[dict[str, Any]]) -> None:
+    assert all(v["sixteen_bits"] == [True, True, True] for v in varied)
+
+
+def test_residuals_follow_the_loss_scale(varied: list[dict[str, Any]]) -> None:
+    assert all(v["loss_scale"] < 1e-6 for v in varied)
+
+
+def test_a_group_of_one(varied: list[dict[str, Any]]) -> None:
+    assert all(v["alone"] for v in varied)
+
+
+def test_mistakes_are_named_at_once(varied: list[dict[str, Any]]) -> None:
+    said = varied[0]["mistakes"]
+    assert "DistributedDataParallel" in said["bare"]
+    assert "optimizer" in said["near"]
+    assert "did you mean 'powersgd'" in said["codec"]
+    assert "allgather" in said["route"]
+    assert "CPU" in said["device"]
+    assert "set_policy" in said["twice"]
+    assert "optimizer" in said["set_policy"]

@@ -1,0 +1,109 @@
+"""Ranks that disagree or fail: every rank raises, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ranks import run_ranks
+from training import start
+
+from gradzip import Context, Fixed, Option, Policy, Rules
+from gradzip.codecs import register
+from gradzip.codecs.baseline import Identity
+
+FAILURES = {  # what rank 0 and rank 1 keep as the error, and what both are told
+    "codecs differ": ("PeerError", "PeerError", ["Rank 0: identity", "Rank 1: topk:ratio=0.05"]),
+    "one rule differs": ("PeerError", "PeerError", ["Rank 0: ", "Rank 1: ", "x identity", "x topk"]),
+    "learning rates differ": ("PeerError", "PeerError", ["Rank 0: gcomp", "Rank 1: gcomp", "optimizer settings"]),
+    "steps differ": ("PeerError", "PeerError", ["at step 0", "at step 7"]),
+    "encode fails": ("PeerError", "OverflowError", ["cannot encode", "weight"]),
+    "decode fails": ("PeerError", "OverflowError", ["cannot decode", "weight"]),
+    "policy fails": ("PeerError", "ZeroDivisionError", ["divides by zero"]),
+}
+
+
+class Broken(Policy):
+    """Works for a while, then not."""
+
+    def __init__(self, works: int) -> None:
+        self.works = works
+
+    def option(self, name: str, shape: Any) -> Option:
+        self.works -= 1
+        if self.works < 0:
+            raise ZeroDivisionError("the policy divides by zero")
+        return Option("identity")
+
+
+@register
+@dataclass(frozen=True)
+class Faulty(Identity):
+    """Identity that fails on rank 1."""
+
+    name: ClassVar[str] = "faulty"
+    wire_id: ClassVar[int] = 250
+    summable: ClassVar[bool] = False
+    where: str = "encode"
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        if ctx.rank == 1 and self.where == "encode":
+            raise OverflowError(f"cannot encode {ctx.name}")
+        return super()._encode(x, ctx, body)
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        if ctx.rank == 1 and self.where == "decode":
+            raise OverflowError(f"cannot decode {ctx.name}")
+        super()._decode(body, ctx, out, add)
+
+
+def failing(rank: int) -> dict[str, dict[str, str]]:
+    policies: dict[str, str | Policy] = {
+        "codecs differ": Fixed("identity" if rank == 0 else "topk:ratio=0.05"),
+        "one rule differs": Rules({"0.weight": "topk" if rank == 0 else "identity", "*": "topk"}),
+        "learning rates differ": "gcomp",
+        "steps differ": "topk",
+        "encode fails": Fixed("faulty:where=encode"),
+        "decode fails": Fixed("faulty:where=decode"),
+        "policy fails": Broken(9 if rank == 1 else 1000),
+    }
+    out = {}
+    for kind in FAILURES:
+        run = start(policies[kind])
+        assert run.handle is not None
+        if rank == 1 and kind == "learning rates differ":
+            run.optimizer.param_groups[0]["lr"] = 1e-5
+        if rank == 1 and kind == "steps differ":
+            run.handle.load_state_dict(run.handle.state_dict() | {"steps": 7})
+        said = {}
+        for when in ("raised", "again"):
+            try:
+                if when == "raised":
+                    run.train(0, 3)
+                else:
+                    run.handle._reduce(None)  # what a further backward would meet
+            except Exception as error:
+                said[when] = str(error)
+        said["kept"] = f"{type(run.handle.error).__name__}: {run.handle.error}"
+        out[kind] = said
+    return out
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, dict[str, str]]]:
+    return run_ranks(2, failing)
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_every_rank_learns_the_cause(failures: list[dict[str, dict[str, str]]], kind: str) -> None:
+    *types, cause = FAILURES[kind]
+    for rank in (0, 1):
+        said = failures[rank][kind]
+        assert said["kept"].startswith(types[rank])
+        assert rank == 1 or types[0] == types[1] or "rank 1 failed" in said["kept"]
+        for word in cause:
+            assert word in said["kept"]
+            assert word in said["raised"], "backward did not say it"
+            assert word in said["again"], "a further backward did not say it"

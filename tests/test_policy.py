@@ -1,0 +1,143 @@
+"""Policies, and the memory that is kept by parameter name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradzip import Option, Policy, parse
+from gradzip.collectives import ROUTES, route_of
+from gradzip.errors import Unsupported
+from gradzip.feedback import Memory, clean_name
+from gradzip.policy import PLAIN, TINY, Fixed, Rules, as_policy
+
+BIG = (64, 64)
+
+
+def test_fixed_gives_everything_the_same() -> None:
+    policy = Fixed("topk:ratio=0.5@cpu/allgather")
+    assert policy.option("w", BIG) == policy.option("b", (3,)) == Option("topk:ratio=0.5", "cpu", "allgather")
+
+
+def test_rules_match_names_in_order() -> None:
+    policy = Rules({"head.*": "identity", "*.weight": "powersgd:rank=2", "*": "topk"})
+    assert policy.option("head.weight", BIG) == PLAIN
+    assert policy.option("body.0.weight", BIG) == Option("powersgd:rank=2")
+    assert policy.option("body.0.scale", BIG) == Option("topk")
+    assert Rules({"body.*": "topk"}).option("head.weight", BIG) == PLAIN
+
+
+def test_vectors_and_tiny_tensors_are_plain() -> None:
+    policy = Rules({"*": "topk"})
+    assert policy.option("bias", (1 << 20,)) == PLAIN
+    assert policy.option("scalar", ()) == PLAIN
+    assert policy.option("w", (TINY - 1, 1)) == PLAIN
+    assert policy.option("w", (TINY, 1)) == Option("topk")
+    assert Rules({"*": "topk"}, small=True).option("bias", (3,)) == Option("topk")
+
+
+def test_as_policy() -> None:
+    for same in ("topk:ratio=0.010", parse("topk:ratio=0.01"), Option("topk:ratio=0.01")):
+        policy = as_policy(same)
+        assert isinstance(policy, Policy)
+        assert policy.option("w", BIG) == Option("topk")  # the default ratio: in the codec's shortest form
+        assert policy.option("b", (3,)) == PLAIN
+    mine = Fixed("identity")
+    assert as_policy(mine) is mine
+    with pytest.raises(Unsupported, match="no policy"):
+        as_policy(3)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="did you mean 'topk'"):
+        as_policy("tokp")
+
+
+def test_routes_fit_codecs() -> None:
+    usual = {"identity": "allreduce", "cast": "allreduce", "randomk": "allreduce", "topk": "allgather"}
+    usual |= {"gcomp": "allgather", "powersgd": "factors"}
+    assert {codec: route_of(parse(codec)) for codec in usual} == usual
+    assert route_of(parse("identity"), "allgather") == "allgather"
+    for codec, route in [("topk", "allreduce"), ("topk", "factors"), ("powersgd", "allgather"), ("gcomp", "allreduce")]:
+        with pytest.raises(Unsupported):
+            route_of(parse(codec), route)
+    with pytest.raises(Unsupported, match="did you mean 'allgather'"):
+        route_of(parse("topk"), "algather")
+    assert set(usual.values()) == set(ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("module.layer.weight", "layer.weight"),
+        ("module._orig_mod.layer.weight", "layer.weight"),
+        ("_orig_mod.module.module.w", "w"),
+        ("layer._orig_mod.w", "layer.w"),
+        ("submodule.w", "submodule.w"),
+        ("w", "w"),
+    ],
+)
+def test_names_are_freed_of_wrappers(name: str, clean: str) -> None:
+    assert clean_name(name) == clean
+
+
+def test_residuals_count_only_once_committed() -> None:
+    memory, x = Memory(rank=0), torch.ones(2, 3)
+    assert memory.compensated("w", x) is x
+    memory.lost("w", torch.full((2, 3), 0.5))
+    assert memory.compensated("w", x) is x
+    memory.drop()
+    memory.commit()
+    assert memory.compensated("w", x) is x
+    memory.lost("w", torch.full((2, 3), 0.5))
+    memory.commit()
+    assert torch.equal(memory.compensated("w", x), torch.full((2, 3), 1.5))
+    assert memory.compensated("w", x, stage="other") is x
+    assert memory.compensated("v", x) is x
+    memory.lost("w", None)  # a lossless encode sent it all
+    memory.commit()
+    assert memory.compensated("w", x) is x
+
+
+def test_residuals_are_kept_unscaled() -> None:
+    memory, x = Memory(rank=0), torch.zeros(4)
+    memory.lost("w", torch.full((4,), 256.0), scale=1024.0)
+    memory.commit()
+    assert torch.equal(memory.compensated("w", x, scale=2.0), torch.full((4,), 0.5))
+
+
+def test_residuals_of_halves_are_kept_in_full() -> None:
+    memory = Memory(rank=0)
+    memory.lost("w", torch.tensor([2.0**-20]))
+    memory.commit()
+    assert memory.compensated("w", torch.ones(1, dtype=torch.bfloat16)).item() == 1 + 2.0**-20
+
+
+def test_codec_state_counts_only_once_committed() -> None:
+    memory = Memory(rank=0)
+    memory.state("w", "powersgd")["q"] = torch.ones(1)
+    assert "q" in memory.state("w", "powersgd")  # within the step
+    memory.drop()
+    assert memory.state("w", "powersgd") == {}
+    memory.state("w", "powersgd")["q"] = torch.ones(1)
+    memory.commit()
+    assert torch.equal(memory.state("w", "powersgd")["q"], torch.ones(1))
+    assert memory.state("w", "gcomp") == {}
+
+
+def test_memory_is_saved_flat_and_by_rank() -> None:
+    memory = Memory(rank=1)
+    memory.lost("a.w", torch.arange(6.0).view(2, 3))
+    memory.state("a.w", "powersgd")["q"] = torch.ones(3, 1)
+    memory.state("a.w", "other")["count"] = 7
+    memory.commit()
+    state = memory.state_dict()
+    assert set(state) == {"rank1/residual/gradient/a.w", "codec/powersgd/a.w/q", "codec/other/a.w/count"}
+    same, stranger = Memory(rank=1), Memory(rank=0)
+    same.load_state_dict(state)
+    stranger.load_state_dict(state)
+    zero = torch.zeros(2, 3)
+    assert torch.equal(same.compensated("a.w", zero), torch.arange(6.0).view(2, 3))
+    assert stranger.compensated("a.w", zero) is zero
+    assert stranger.state("a.w", "other") == {"count": 7}
+    memory.state("a.w", "other")["list"] = []
+    memory.commit()
+    with pytest.raises(Unsupported, match="list"):
+        memory.state_dict()
