@@ -18,7 +18,7 @@ setup: $(VENV)/.installed
 # Asked twice, because a virtual environment does not see the packages of another one that is active.
 $(VENV)/constraints.txt: constraints.txt
 	if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
-	if $(RUN)/python -I $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
+	if env -u PYTHONPATH $(RUN)/python $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
 	if [ ! -e $@ ] || [ -s $@ ]; then cp constraints.txt $@; fi
 	touch $@
 
@@ -42,8 +42,8 @@ test: $(VENV)/.test
 	$(RUN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev
-	$(RUN)/ruff check .
-	$(RUN)/mypy
+	$(RUN)/python -m ruff check .
+	$(RUN)/python -m mypy
 
 bench: $(VENV)/.test
 	$(RUN)/gradzip bench codec $(ARGS)
