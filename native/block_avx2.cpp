@@ -1,5 +1,5 @@
-// The block coder compiled for AVX2: the loops of block.h vectorise, the lanes stay plain.
-#include "lanes.h"
+// The block coder compiled for AVX2: the loops of values.h vectorise by themselves, the lanes encode by hand.
+#include "lanes_avx2.h"
 
 namespace gz {
 namespace {
@@ -22,7 +22,6 @@ inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent
 
 inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
 
-using plain::encode_lanes;
 
 #include "values.h"
 
@@ -36,6 +35,11 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     return 0;
 }
 
+template <typename Draft>
+void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
+    for (int i = 0; i < count; i++) end[i] = encode_lanes(draft[i].lanes, draft[i].out + 4, draft[i].refill);
+}
+
 #include "sparse.h"
 #include "block.h"
 
@@ -43,7 +47,7 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block, avx2::floors};
+    static const Kernels kernels{"avx2", avx2::encode_pair, avx2::decode_group, avx2::sample_block, avx2::floors};
     return &kernels;
 }
 

@@ -45,6 +45,21 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool stream) {
     std::memcpy(to + i, from + i, bytes - i);
 }
 
+template <typename Draft>
+void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
+    Writer writer[2];
+    for (int i = 0; i < count; i++) writer[i].start(draft[i].lanes, draft[i].refill);
+    if (count == 2 && draft[0].lanes.n == draft[1].lanes.n) {
+        encode_lanes<2>(writer);
+    } else {
+        for (int i = 0; i < count; i++) encode_lanes<1>(writer + i);
+    }
+    for (int i = 0; i < count; i++) {
+        _mm512_storeu_si512(draft[i].out + 4, writer[i].x);
+        end[i] = {writer[i].out, writer[i].escapes != 0};
+    }
+}
+
 // Blocks of equal size in lockstep; pairs share a look-up, and two pairs hide each other's latencies.
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     bool alike = true;
@@ -67,7 +82,7 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block, avx512::floors};
+    static const Kernels kernels{"avx512", avx512::encode_pair, avx512::decode_group, avx512::sample_block, avx512::floors};
     return &kernels;
 }
 

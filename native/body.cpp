@@ -73,11 +73,11 @@ struct Source {
         const int item = float_layout(job.dtype).item_bytes;
         const uint8_t* values = static_cast<const uint8_t*>(x) + start * uint64_t(item);
         BlockIn in{values, count, job, coding_of(job), nullptr, table, {}};
-        if (start + 2 * kBlock <= n) {
-            in.next[0] = values + kBlock * item;
+        if (start + 4 * kBlock <= n) {  // the next pair
+            in.next[0] = values + 2 * kBlock * item;
             if (in.coding != kFixed && !floor->given) {
-                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + kBlock);
-                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + kBlock);
+                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + 2 * kBlock);
+                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + 2 * kBlock);
             }
         }
         if (in.coding != kFixed) {
@@ -92,8 +92,16 @@ struct Source {
         const uint64_t item = uint64_t(float_layout(job.dtype).item_bytes);
         const uint8_t* values = static_cast<const uint8_t*>(x);
         uint64_t first = segment * kSegment, last = std::min(n, first + kSegment);
-        for (uint64_t row = first; row < last; row += kSampleRows * kLanes)
-            for (uint64_t line = 0; line < kLanes * item; line += 64) __builtin_prefetch(values + row * item + line, 0, 1);
+        auto prefetch = [=](const void* from, uint64_t size) {  // the rows lie too far apart for the hardware to guess
+            for (uint64_t row = first; row < last && from; row += kSampleRows * kLanes)
+                for (uint64_t line = 0; line < kLanes * size; line += 64)
+                    __builtin_prefetch(static_cast<const uint8_t*>(from) + row * size + line, 0, 2);
+        };
+        prefetch(x, item);
+        if (coding_of(job) != kFixed && !floor->given) {
+            prefetch(floor->theta, 4);
+            prefetch(floor->second, 4);
+        }
         uint32_t parts[4][256] = {};
         for (uint64_t start = first; start < last; start += kBlock) {
             int count = int(std::min<uint64_t>(kBlock, n - start));
@@ -113,10 +121,10 @@ struct Source {
 // Blocks are coded in place where there is room for the worst case, else through a buffer.
 uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, const uint8_t* lengths, uint8_t* tables,
                        uint8_t* index, uint8_t* out, uint64_t room) {
-    Scratch& s = scratch()[0];
+    Scratch* s = scratch();
     alignas(64) CodeTable table;
     uint64_t at = 0;
-    for (uint64_t number = first; number < last; number++) {
+    for (uint64_t number = first; number < last;) {
         if (number % kSegmentBlocks == 0 || number == first) {
             uint64_t segment = number / kSegmentBlocks;
             uint8_t sampled[256];
@@ -130,13 +138,22 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
             if (tables)
                 for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
         }
-        BlockIn in = source.block(number, &table, s.floor);
-        bool in_place = room - at >= kMaxDense;
-        uint8_t* target = in_place ? out + at : s.frame;
-        BlockOut result = source.kernels->encode_block(in, target, s);
-        if (!in_place) std::memcpy(out + at, target, size_t(result.bytes));
-        store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
-        at += uint64_t(result.bytes);
+        // Two blocks of a segment at once; the second waits in a buffer until the first one's size is known.
+        const int count = number + 1 < last && (number + 1) % kSegmentBlocks ? 2 : 1;
+        BlockIn in[2];
+        uint8_t* target[2];
+        BlockOut result[2];
+        for (int k = 0; k < count; k++) {
+            in[k] = source.block(number + uint64_t(k), &table, s[k].floor);
+            target[k] = k == 0 && room - at >= kMaxDense ? out + at : s[k].frame;
+        }
+        source.kernels->encode_pair(in, count, target, result, s);
+        for (int k = 0; k < count; k++) {
+            if (target[k] != out + at) std::memcpy(out + at, target[k], size_t(result[k].bytes));
+            store16(index + 2 * (number + uint64_t(k)), unsigned(result[k].bytes / 4) | unsigned(result[k].kind) << 14);
+            at += uint64_t(result[k].bytes);
+        }
+        number += uint64_t(count);
     }
     return at;
 }
@@ -350,7 +367,8 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         }
         bool in_place = capacity - at >= kMaxDense;
         uint8_t* to = in_place ? out + at : s[1].frame;
-        BlockOut result = kernels->encode_block(in, to, s[0]);
+        BlockOut result;
+        kernels->encode_pair(&in, 1, &to, &result, s);
         if (!in_place) std::memcpy(out + at, to, size_t(result.bytes));
         store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
         at += uint64_t(result.bytes);

@@ -13,7 +13,7 @@ namespace {
 // each of the loop's steps. Hardware prefetchers stop at page ends, which come four times in a block.
 struct Prefetch {
     const uint8_t* stream[3] = {nullptr, nullptr, nullptr};
-    int each = 4;
+    int each = 8;
     void lines(int step) const {
         for (const uint8_t* s : stream) {
             if (!s) return;
@@ -34,6 +34,12 @@ struct LaneInput {
     const uint8_t* width;     // lane bits of each value; unused if chunks = 0
     const uint8_t* chunk[3];
     Prefetch prefetch;
+};
+
+// What encoding leaves behind: the end of the refill stream, and whether there were escapes.
+struct LaneEnd {
+    uint8_t* refill;
+    bool escapes;
 };
 
 // What comes out of the lanes, and where it is read from.
@@ -81,8 +87,8 @@ struct Lane {
     }
 };
 
-// Returns the end of the refill stream; `out` needs one byte of slack.
-inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out, bool* escapes) {
+// `out` needs one byte of slack.
+inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out) {
     uint32_t x[kLanes];
     for (uint32_t& state : x) state = 256;
     // The symbol's code by exponent, so that the inner loop has one look-up.
@@ -114,103 +120,94 @@ inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out,
         }
     }
     for (int j = 0; j < kLanes; j++) store16(states + 2 * j, x[j]);
-    *escapes = any_escape;
-    return out;
+    return {out, any_escape != 0};
 }
 
-struct Refill {
-    const uint8_t *begin, *at;
-    bool short_of_bytes = false;
-
-    // Lanes pop count[j] bits each; those that run low take bytes, the lowest lane the lowest address.
-    void pop(uint32_t* x, const int* count, int lanes, uint32_t* bits) {
-        int need = 0;
-        bool low[kLanes];
-        for (int j = 0; j < lanes; j++) {
-            bits[j] = x[j] & ((1u << count[j]) - 1);
-            x[j] >>= count[j];
-            low[j] = x[j] < 256;
-            need += low[j];
-        }
-        if (at - begin < need) {
-            short_of_bytes = true;
-            return;
-        }
-        at -= need;
-        const uint8_t* byte = at;
-        for (int j = 0; j < lanes; j++)
-            if (low[j]) x[j] = x[j] << 8 | *byte++;
+// The lanes pop, the highest lane first, because the refill stream is read backwards. At most 32 bytes are taken per
+// call, and a dense head of 68 bytes lies before the stream: running dry is safe and noticed afterwards.
+template <typename Count, typename Sink>
+inline const uint8_t* pop(uint32_t* x, int lanes, const uint8_t* at, Count count, Sink sink) {
+    for (int j = lanes - 1; j >= 0; j--) {
+        int bits = count(j);
+        sink(j, x[j] & ((1u << bits) - 1));
+        uint32_t rest = x[j] >> bits, low = (rest - 256) >> 31;  // arithmetic, because a branch would be a coin toss
+        x[j] = rest << (8 * low) | (at[-1] & (0u - low));
+        at -= low;
     }
-};
+    return at;
+}
 
 inline int decode_lanes(const LaneOutput& o) {
-    uint32_t x[kLanes], bits[kLanes];
+    uint32_t x[kLanes];
     for (int j = 0; j < kLanes; j++) {
         x[j] = load16(o.states + 2 * j);
         if (x[j] < 256) return GZ_BAD_DENSE;
     }
-    Refill refill{o.refill, o.end};
-    int count[kLanes];
+    // Exponent and code length by the low bits of a state, so that the inner loop has one look-up.
+    uint16_t entry_of[256];
+    for (int i = 0; i < 256; i++)
+        entry_of[i] = uint16_t(exponent_of(o.table->symbol[i], o.base) | o.table->consumed[i] << 8);
+    const uint8_t* at = o.end;
     for (int start = 0; start < o.n; start += kLanes) {
-        int here = o.n - start < kLanes ? o.n - start : kLanes;
+        const int here = o.n - start < kLanes ? o.n - start : kLanes;
         uint8_t* e = o.exponent + start;
         if (o.single) {
-            for (int j = 0; j < here; j++) e[j] = uint8_t(o.base);
+            std::memset(e, o.base, size_t(here));
         } else {
-            int escaped = 0;
-            for (int j = 0; j < here; j++) {
-                int consumed = o.table->consumed[x[j] & 255];
-                e[j] = exponent_of(o.table->symbol[x[j] & 255], o.base);
-                count[j] = consumed & 15;
-                escaped |= consumed & kEscaped;
-                if (consumed & kEscaped) e[j] = 0;
-                bits[j] = consumed;
+            uint32_t seen = 0;
+            bool escaped[kLanes];
+            at = pop(
+                x, here, at,
+                [&](int j) {
+                    uint32_t entry = entry_of[x[j] & 255];
+                    e[j] = uint8_t(entry);
+                    escaped[j] = entry & (kEscaped << 8);
+                    seen |= entry;
+                    return int(entry >> 8 & 15);
+                },
+                [](int, uint32_t) {});
+            if (seen & (kEscaped << 8)) {
+                if (at < o.refill || !o.escapes) return GZ_BAD_LANES;
+                at = pop(
+                    x, here, at, [&](int j) { return escaped[j] ? 8 : 0; },
+                    [&](int j, uint32_t bits) { e[j] = escaped[j] ? uint8_t(bits) : e[j]; });
             }
-            uint32_t codes[kLanes];
-            bool is_escape[kLanes];
-            for (int j = 0; j < here; j++) is_escape[j] = bits[j] & kEscaped;
-            refill.pop(x, count, here, codes);
-            if (refill.short_of_bytes) return GZ_BAD_LANES;
-            if (escaped) {
-                if (!o.escapes) return GZ_BAD_LANES;
-                for (int j = 0; j < here; j++) count[j] = is_escape[j] ? 8 : 0;
-                refill.pop(x, count, here, bits);
-                if (refill.short_of_bytes) return GZ_BAD_LANES;
-                for (int j = 0; j < here; j++)
-                    if (is_escape[j]) e[j] = uint8_t(bits[j]);
-            }
+            if (at < o.refill) return GZ_BAD_LANES;
+        }
+        if (o.coding == kFixed) {
+            if (!o.rest) continue;
+            at = pop(
+                x, here, at, [&](int j) { return e[j] || !o.pruned ? o.rest : 0; },
+                [&](int j, uint32_t bits) { o.chunk[0][start + j] = uint8_t(bits); });
+            if (at < o.refill) return GZ_BAD_LANES;
+            continue;
+        }
+        if (o.coding == kPaper) {
+            at = pop(
+                x, here, at, [&](int j) { return e[j] ? 2 : 0; },
+                [&](int j, uint32_t bits) { o.level[start + j] = uint8_t(bits); });
+            if (at < o.refill) return GZ_BAD_LANES;
         }
         int width[kLanes], widest = 0;
-        if (o.coding == kPaper) {
-            for (int j = 0; j < here; j++) count[j] = e[j] ? 2 : 0;
-            refill.pop(x, count, here, bits);
-            if (refill.short_of_bytes) return GZ_BAD_LANES;
-            for (int j = 0; j < here; j++) o.level[start + j] = uint8_t(bits[j]);
-        }
         for (int j = 0; j < here; j++) {
-            if (o.coding == kFixed)
-                width[j] = e[j] || !o.pruned ? o.rest : 0;
-            else if (o.coding == kNear)
-                width[j] = e[j] ? 1 + kept_near(e[j], o.floor[start + j]) : 0;
-            else
-                width[j] = e[j] ? 24 - 6 * o.level[start + j] : 0;
-            widest |= width[j];
+            int kept = o.coding == kNear ? kept_near(e[j], o.floor[start + j]) : 23 - 6 * o.level[start + j];
+            width[j] = e[j] ? 1 + kept : 0;
+            widest = width[j] > widest ? width[j] : widest;
         }
-        int chunks = o.coding == kFixed ? 1 : 3;
-        for (int c = 0; c < chunks; c++) {
-            if (!widest) {
-                std::memset(o.chunk[c] + start, 0, here);
+        for (int c = 0; c < 3; c++) {
+            if (widest <= 8 * c) {
+                std::memset(o.chunk[c] + start, 0, size_t(here));
                 continue;
             }
-            for (int j = 0; j < here; j++) count[j] = clamp_bits(width[j] - 8 * c);
-            refill.pop(x, count, here, bits);
-            if (refill.short_of_bytes) return GZ_BAD_LANES;
-            for (int j = 0; j < here; j++) o.chunk[c][start + j] = uint8_t(bits[j]);
+            at = pop(
+                x, here, at, [&](int j) { return clamp_bits(width[j] - 8 * c); },
+                [&](int j, uint32_t bits) { o.chunk[c][start + j] = uint8_t(bits); });
+            if (at < o.refill) return GZ_BAD_LANES;
         }
     }
     for (int j = 0; j < kLanes; j++)
         if (x[j] != 256) return GZ_BAD_LANES;
-    return refill.at == refill.begin ? 0 : GZ_BAD_LANES;
+    return at == o.refill ? 0 : GZ_BAD_LANES;
 }
 
 }  // namespace plain

@@ -44,60 +44,88 @@ inline __mmask32 lanes_here(int n, int row) {
     return here >= kLanes ? ~__mmask32(0) : (__mmask32(1) << here) - 1;
 }
 
-// `out` needs 32 bytes of slack; the input arrays are readable up to a multiple of 64 values.
-inline uint8_t* encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out, bool* escapes) {
-    __m512i x = _mm512_set1_epi16(256);
-    const ByteTable codes(in.table->code), lengths(in.table->length);
-    const __m512i base = _mm512_set1_epi8(char(in.base)), eight = _mm512_set1_epi16(8);
-    int rows = (in.n + kLanes - 1) / kLanes;
-    __mmask64 any_escape = 0;
+// One block's lanes while encoding; `out` needs 32 bytes of slack, and the input arrays are readable up to a
+// multiple of 64 values.
+struct Writer {
+    const LaneInput* in;
+    __m512i x, base;
+    uint8_t* out;
+    uint32_t escapes;
+
+    void start(const LaneInput& input, uint8_t* refill) {
+        in = &input;
+        x = _mm512_set1_epi16(256);
+        base = _mm512_set1_epi8(char(input.base));
+        out = refill;
+        escapes = 0;
+    }
+    // Phases 4 and 3: chunks and level.
+    void push_lane_part(int row, __m256i e, __mmask32 here) {
+        int start = row * kLanes;
+        if (in->chunks) {
+            __m256i width = _mm256_maskz_mov_epi8(here, load_row(in->width + start));
+            for (int c = in->chunks - 1; c >= 0; c--) {
+                __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
+                if (c == 0 || !_mm256_testz_si256(count, count))
+                    push(x, widen(_mm256_maskz_mov_epi8(here, load_row(in->chunk[c] + start))), widen(count), out);
+            }
+        }
+        if (in->level) {
+            __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & here;
+            push(x, _mm512_maskz_mov_epi16(nonzero, widen(load_row(in->level + start))), _mm512_maskz_set1_epi16(nonzero, 2), out);
+        }
+    }
+    // Phases 2 and 1: escaped exponents and codes.
+    void push_symbols(__m256i e, __m256i code, __m256i length, __mmask32 escaped, __mmask32 here) {
+        escaped &= here;
+        if (__builtin_expect(escaped != 0, 0)) {
+            escapes |= escaped;
+            push(x, _mm512_maskz_mov_epi16(escaped, widen(e)), _mm512_maskz_set1_epi16(escaped, 8), out);
+        }
+        if (__builtin_expect(here != ~__mmask32(0), 0)) {
+            code = _mm256_maskz_mov_epi8(here, code);
+            length = _mm256_maskz_mov_epi8(here, length);
+        }
+        push(x, widen(code), widen(length), out);
+    }
+};
+
+// K = 1 or 2 blocks of the same size and code in lockstep: one's latencies hide behind the other's work.
+template <int K>
+void encode_lanes(Writer* writer) {
+    const CodeTable* table = writer[0].in->table;
+    const ByteTable codes(table->code), lengths(table->length);
+    const int n = writer[0].in->n, rows = (n + kLanes - 1) / kLanes;
     for (int pair = (rows - 1) / 2; pair >= 0; pair--) {
-        in.prefetch.lines(pair);
-        // Two rows share the look-ups.
-        __m512i e = _mm512_loadu_si512(in.exponent + 64 * pair);
-        __m512i symbol = _mm512_sub_epi8(e, base);
-        symbol = _mm512_mask_sub_epi8(symbol, _mm512_cmple_epu8_mask(e, base), symbol, _mm512_set1_epi8(1));
-        symbol = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(e, e), symbol);
-        __m512i code = codes[symbol], length = lengths[symbol];
-        __mmask64 escaped = _mm512_movepi8_mask(length);
-        length = _mm512_and_si512(length, _mm512_set1_epi8(15));
+        writer[0].in->prefetch.lines(pair);
+        __m512i e[K], code[K], length[K];
+        __mmask64 escaped[K];
+#pragma GCC unroll 2
+        for (int k = 0; k < K; k++) {  // two rows share the look-ups
+            e[k] = _mm512_loadu_si512(writer[k].in->exponent + 64 * pair);
+            __m512i symbol = _mm512_sub_epi8(e[k], writer[k].base);
+            symbol = _mm512_mask_sub_epi8(symbol, _mm512_cmple_epu8_mask(e[k], writer[k].base), symbol, _mm512_set1_epi8(1));
+            symbol = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(e[k], e[k]), symbol);
+            code[k] = codes[symbol];
+            length[k] = lengths[symbol];
+            escaped[k] = _mm512_movepi8_mask(length[k]);
+            length[k] = _mm512_and_si512(length[k], _mm512_set1_epi8(15));
+        }
+#pragma GCC unroll 2
         for (int half = 1; half >= 0; half--) {
             int row = 2 * pair + half;
             if (row >= rows) continue;
-            __mmask32 here = lanes_here(in.n, row);
-            int start = row * kLanes;
-            if (in.chunks) {
-                __m256i width = _mm256_maskz_mov_epi8(here, load_row(in.width + start));
-                for (int c = in.chunks - 1; c >= 0; c--) {
-                    __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
-                    if (c == 0 || !_mm256_testz_si256(count, count))
-                        push(x, widen(_mm256_maskz_mov_epi8(here, load_row(in.chunk[c] + start))), widen(count), out);
-                }
-            }
-            __m256i row_e = half ? high_half(e) : low_half(e);
-            if (in.level) {
-                __mmask32 nonzero = _mm256_test_epi8_mask(row_e, row_e) & here;
-                push(x, _mm512_maskz_mov_epi16(nonzero, widen(load_row(in.level + start))),
-                     _mm512_maskz_set1_epi16(nonzero, 2), out);
-            }
-            if (in.single) continue;
-            __mmask32 row_escaped = __mmask32(half ? escaped >> 32 : escaped) & here;
-            if (__builtin_expect(row_escaped != 0, 0)) {
-                any_escape |= row_escaped;
-                push(x, _mm512_maskz_mov_epi16(row_escaped, widen(row_e)), _mm512_maskz_mov_epi16(row_escaped, eight), out);
-            }
-            __m512i row_code = widen(half ? high_half(code) : low_half(code));
-            __m512i row_length = widen(half ? high_half(length) : low_half(length));
-            if (__builtin_expect(here != ~__mmask32(0), 0)) {
-                row_code = _mm512_maskz_mov_epi16(here, row_code);
-                row_length = _mm512_maskz_mov_epi16(here, row_length);
-            }
-            push(x, row_code, row_length, out);
+            __mmask32 here = lanes_here(n, row);
+#pragma GCC unroll 2
+            for (int k = 0; k < K; k++) writer[k].push_lane_part(row, half ? high_half(e[k]) : low_half(e[k]), here);
+#pragma GCC unroll 2
+            for (int k = 0; k < K; k++)
+                if (!writer[k].in->single)
+                    writer[k].push_symbols(half ? high_half(e[k]) : low_half(e[k]), half ? high_half(code[k]) : low_half(code[k]),
+                                           half ? high_half(length[k]) : low_half(length[k]),
+                                           __mmask32(half ? escaped[k] >> 32 : escaped[k]), here);
         }
     }
-    _mm512_storeu_si512(states, x);
-    *escapes = any_escape != 0;
-    return out;
 }
 
 // One block's lanes while decoding. Reads may run 32 bytes over the end of the refill stream.

@@ -71,7 +71,7 @@ struct BlockIn {
     const uint8_t* next[3];  // what the next block will read, to be fetched ahead; NULL-terminated
 };
 
-// What a block became: written to `out`, which has room for kMaxDense bytes.
+// What a block became.
 struct BlockOut {
     Kind kind;
     int bytes;
@@ -98,7 +98,8 @@ struct Target {
 // The functions that exist once per instruction set.
 struct Kernels {
     const char* name;
-    BlockOut (*encode_block)(const BlockIn& in, uint8_t* out, Scratch& scratch);
+    // Encodes one or two blocks of one segment, each to its own place with room for kMaxDense bytes.
+    void (*encode_pair)(const BlockIn* in, int count, uint8_t* const* out, BlockOut* result, Scratch* scratch);
     // Decodes up to kGroup blocks of one segment; block k's floors are in scratch[k]. Returns 0 or a gz_error.
     int (*decode_group)(const BlockData* block, int count, int dtype, Coding coding, const Target* target, Scratch* scratch);
     void (*sample_block)(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch);

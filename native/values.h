@@ -8,8 +8,9 @@
 
 inline uint32_t paper_level(uint32_t exponent, int reach) {
     int span = reach - (int(exponent) - 127) - 1;
-    uint32_t level = uint32_t(span >= 6) + uint32_t(span >= 12) + uint32_t(span >= 18);
-    return (reach == kExact) | (exponent == 255) ? 0 : level;
+    uint32_t level = span >= 18 ? 3 : span >= 12 ? 2 : span >= 6 ? 1 : 0;
+    level = reach == kExact ? 0 : level;
+    return exponent == 255 ? 0 : level;
 }
 
 // q(x) for one value; Mode is a constant, so each loop below has only its own branches.
@@ -19,7 +20,8 @@ inline uint32_t map_value(uint32_t u, int floor, int keep) {
     int kept = keep;
     if (Mode == GZ_NEAR) {
         kept = int(exponent) - 127 - floor;
-        kept = (kept > 23) | (floor == kExact) ? 23 : kept;
+        kept = kept > 23 ? 23 : kept;
+        kept = floor == kExact ? 23 : kept;  // one condition at a time, or the loops do not vectorise
     } else if (Mode == GZ_PAPER) {
         kept = 23 - 6 * int(paper_level(exponent, floor));
     }
@@ -34,7 +36,8 @@ inline uint32_t map_value(uint32_t u, int floor, int keep) {
         if (Mode == GZ_NEAR) {
             // Below the grid: more than half a step rounds up to one step, the rest to zero.
             uint32_t one_step = uint32_t(floor + 127) << 23;
-            uint32_t below = (kept == -1) & ((magnitude & 0x7fffff) != 0) ? one_step : 0;
+            uint32_t below = magnitude & 0x7fffff ? one_step : 0;
+            below = kept == -1 ? below : 0;
             result = kept < 0 ? below : result;
         }
     }
@@ -198,7 +201,8 @@ int split_lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTR
         int kept = Near ? int(e) - 127 - floor[i] : 23 - 6 * int(paper_level(e, floor[i]));
         if (Near) {
             kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
-            kept = (floor[i] == kExact) | (e == 255) ? 23 : kept;
+            kept = floor[i] == kExact ? 23 : kept;
+            kept = e == 255 ? 23 : kept;
         }
         uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept);
         bits = e ? bits : 0;
@@ -222,7 +226,8 @@ void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* GZ_RESTR
         if (Near) {
             kept = e - 127 - floor[i];
             kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
-            kept = (floor[i] == kExact) | (e == 255) ? 23 : kept;
+            kept = floor[i] == kExact ? 23 : kept;
+            kept = e == 255 ? 23 : kept;
         } else {
             kept = 23 - 6 * level[i];
         }
@@ -306,21 +311,27 @@ void floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* GZ_R
     }
     const int c0 = rule.c0, c1 = rule.c1, c2 = rule.c2;
     auto finish = [=](int theta, int f) {
-        f = theta == 0 || f < -127 ? kExact : f > 127 ? 127 : f;
-        int shifted = f + shift;
-        return int8_t(f == kExact ? kExact : shifted > 127 ? 127 : shifted);
+        int shifted = (f > 127 ? 127 : f) + shift;
+        shifted = shifted > 127 ? 127 : shifted;
+        shifted = f < -127 ? kExact : shifted;
+        return int8_t(theta == 0 ? kExact : shifted);
     };
     const uint8_t* theta = reinterpret_cast<const uint8_t*>(rule.theta + start);
     const uint8_t* second = reinterpret_cast<const uint8_t*>(rule.second + (rule.second ? start : 0));
-    for (int i = 0; i < n; i++) {
+    auto exponent_at = [](const uint8_t* from, int i) {
         uint32_t bits;
-        std::memcpy(&bits, theta + 4 * i, 4);
-        int e = int(bits >> 23 & 255), f = e + c0;
-        if (rule.second) {
-            std::memcpy(&bits, second + 4 * i, 4);
-            int v = int(bits >> 23 & 255) + c1;
-            f += (v > c2 ? v : c2) >> 1;
+        std::memcpy(&bits, from + 4 * i, 4);
+        return int(bits >> 23 & 255);
+    };
+    if (!rule.second) {
+        for (int i = 0; i < n; i++) {
+            int e = exponent_at(theta, i);
+            out[i] = finish(e, e + c0);
         }
-        out[i] = finish(e, f);
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        int e = exponent_at(theta, i), v = exponent_at(second, i) + c1;
+        out[i] = finish(e, e + c0 + ((v > c2 ? v : c2) >> 1));
     }
 }
