@@ -93,6 +93,11 @@ void encode_pair(const BlockIn* in, int count, uint8_t* const* out, BlockOut* re
         draft[dense_count] = draft_dense(in[k], split[k], out[k], scratch[k]);
         dense[dense_count++] = k;
     }
+    if (!dense_count) {  // no lanes to fetch the next blocks meanwhile
+        Prefetch prefetch;
+        for (int i = 0; i < 3; i++) prefetch.stream[i] = in[0].next[i];
+        for (int step = 0; step < kBlock / 64; step++) prefetch.lines(step);
+    }
     LaneEnd end[2];
     encode_dense_lanes(draft, dense_count, end);
     for (int i = 0; i < dense_count; i++) {
