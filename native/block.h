@@ -3,7 +3,7 @@
 //   Split split_values(in, scratch, planes)    maps the values, finds exponents and statistics
 //   compress_bytes, expand_bytes               drop and restore the bytes of pruned values
 //   encode_dense_lanes, decode_dense_lanes     the lanes of several blocks
-//   join_full, join_near                       put decoded values together, straight into the output; false: not done
+//   join_full, join_lanes                      put decoded values together, straight into the output; false: not done
 //   copy_out                                   a copy that may bypass the cache
 
 // --- Dense block ---
@@ -175,8 +175,8 @@ inline int read_dense(const BlockData& b, int n, int dtype, Coding coding, Dense
 }
 
 // Checks the decoded exponents of a dense block and delivers its values.
-inline int finish_dense(const BlockData& b, const DenseHead& h, int n, int dtype, Coding coding, const int8_t* floor,
-                        const Target& target, Scratch& s) {
+inline int finish_dense(const BlockData& b, const DenseHead& h, int dtype, Coding coding, const Target& target, Scratch& s) {
+    const int n = b.n;
     uint32_t nonzero = 0;
     uint8_t all = 0;
     for (int i = 0; i < n; i++) {
@@ -186,11 +186,8 @@ inline int finish_dense(const BlockData& b, const DenseHead& h, int n, int dtype
     if (all >> float_layout(dtype).exponent_bits) return GZ_BAD_DENSE;
     if ((h.pruned ? int(nonzero) : n) != h.fields) return GZ_BAD_FIELDS;
     if (coding != kFixed) {
-        if (coding == kNear && join_near(s, floor, n, target)) return 0;
-        if (coding == kNear)
-            join_lane_part<true>(s.exponent, s.chunk[0], s.chunk[1], s.chunk[2], floor, nullptr, n, s.mapped);
-        else
-            join_lane_part<false>(s.exponent, s.chunk[0], s.chunk[1], s.chunk[2], nullptr, s.level, n, s.mapped);
+        if (join_lanes(s, n, target)) return 0;
+        join_lane_part(s.exponent, s.chunk[0], s.chunk[1], s.chunk[2], s.width, n, s.mapped);
         deliver(s.mapped, n, dtype, target);
         return 0;
     }
@@ -228,6 +225,7 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
             o.floor = s.floor;
             o.exponent = s.exponent;
             o.level = s.level;
+            o.width = s.width;
             for (int c = 0; c < 3; c++) o.chunk[c] = s.chunk[c];
             o.prefetch.stream[0] = block[0].next;
             dense[dense_count++] = k;
@@ -249,7 +247,7 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
     if (int error = decode_dense_lanes(lanes, dense_count)) return error;
     for (int i = 0; i < dense_count; i++) {
         int k = dense[i];
-        if (int error = finish_dense(block[k], head[k], block[k].n, dtype, coding, scratch[k].floor, target[k], scratch[k]))
+        if (int error = finish_dense(block[k], head[k], dtype, coding, target[k], scratch[k]))
             return error;
     }
     return 0;

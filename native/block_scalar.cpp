@@ -27,7 +27,7 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::m
 
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
 inline bool join_full(const uint8_t*, const uint8_t* const*, int, const Target&) { return false; }
-inline bool join_near(const Scratch&, const int8_t*, int, const Target&) { return false; }
+inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
 
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     for (int i = 0; i < count; i++)

@@ -56,6 +56,7 @@ struct LaneOutput {
     const uint8_t* end;       // behind its last byte
     uint8_t* exponent;
     uint8_t* level;
+    uint8_t* width;           // lane bits of each value, for kNear
     uint8_t* chunk[3];
     Prefetch prefetch;
 };
@@ -192,6 +193,7 @@ inline int decode_lanes(const LaneOutput& o) {
         for (int j = 0; j < here; j++) {
             int kept = o.coding == kNear ? kept_near(e[j], o.floor[start + j]) : 23 - 6 * o.level[start + j];
             width[j] = e[j] ? 1 + kept : 0;
+            o.width[start + j] = uint8_t(width[j]);
             widest = width[j] > widest ? width[j] : widest;
         }
         for (int c = 0; c < 3; c++) {

@@ -63,12 +63,21 @@ struct Writer {
     void push_lane_part(int row, __m256i e, __mmask32 here) {
         int start = row * kLanes;
         if (in->chunks) {
-            __m256i width = _mm256_maskz_mov_epi8(here, load_row(in->width + start));
-            for (int c = in->chunks - 1; c >= 0; c--) {
-                __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
-                if (c == 0 || !_mm256_testz_si256(count, count))
-                    push(x, widen(_mm256_maskz_mov_epi8(here, load_row(in->chunk[c] + start))), widen(count), out);
+            const bool whole = here == ~__mmask32(0);
+            auto row_of = [&](const uint8_t* bytes) {
+                __m256i row_bytes = load_row(bytes + start);
+                return __builtin_expect(whole, 1) ? row_bytes : _mm256_maskz_mov_epi8(here, row_bytes);
+            };
+            const __m256i width = row_of(in->width), eight = _mm256_set1_epi8(8);
+            if (in->chunks > 2) {
+                __m256i count = _mm256_subs_epu8(width, _mm256_set1_epi8(16));
+                if (!_mm256_testz_si256(count, count)) push(x, widen(row_of(in->chunk[2])), widen(count), out);
             }
+            if (in->chunks > 1) {
+                __m256i count = _mm256_min_epu8(eight, _mm256_subs_epu8(width, eight));
+                if (!_mm256_testz_si256(count, count)) push(x, widen(row_of(in->chunk[1])), widen(count), out);
+            }
+            push(x, widen(row_of(in->chunk[0])), widen(_mm256_min_epu8(eight, width)), out);
         }
         if (in->level) {
             __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & here;
@@ -186,6 +195,7 @@ inline bool decode_row(const LaneOutput& o, Reader& reader, int row, __m256i e, 
         __m256i twice = _mm256_add_epi8(bits, bits), cut = _mm256_add_epi8(_mm256_add_epi8(twice, twice), twice);
         width = _mm256_maskz_sub_epi8(nonzero, _mm256_set1_epi8(24), cut);
     }
+    store_row(o.width + start, width);
     for (int c = 0; c < 3; c++) {
         __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
         bits = _mm256_setzero_si256();

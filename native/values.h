@@ -217,24 +217,12 @@ int split_lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTR
     return int(widest + 7) / 8;
 }
 
-template <bool Near>
-void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* GZ_RESTRICT c0, const uint8_t* GZ_RESTRICT c1,
-                    const uint8_t* GZ_RESTRICT c2, const int8_t* GZ_RESTRICT floor, const uint8_t* GZ_RESTRICT level,
-                    int n, uint32_t* GZ_RESTRICT q) {
+inline void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* GZ_RESTRICT c0, const uint8_t* GZ_RESTRICT c1,
+                           const uint8_t* GZ_RESTRICT c2, const uint8_t* GZ_RESTRICT width, int n, uint32_t* GZ_RESTRICT q) {
     for (int i = 0; i < n; i++) {
-        int e = exponent[i], kept;
-        if (Near) {
-            kept = e - 127 - floor[i];
-            kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
-            kept = floor[i] == kExact ? 23 : kept;
-            kept = e == 255 ? 23 : kept;
-        } else {
-            kept = 23 - 6 * level[i];
-        }
-        uint32_t bits = c0[i] | uint32_t(c1[i]) << 8 | uint32_t(c2[i]) << 16;
-        uint32_t mantissa = (bits & ((1u << kept) - 1)) << (23 - kept);
-        uint32_t value = (bits >> kept) << 31 | uint32_t(e) << 23 | mantissa;
-        q[i] = e ? value : 0;
+        // Shifted up to the width of a whole field, the sign comes to lie in bit 23. Zeros have no bits at all.
+        uint32_t bits = c0[i] | uint32_t(c1[i]) << 8 | uint32_t(c2[i]) << 16, field = bits << (24 - width[i]);
+        q[i] = (field & 0x800000) << 8 | uint32_t(exponent[i]) << 23 | (field & 0x7fffff);
     }
 }
 

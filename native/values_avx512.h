@@ -108,60 +108,35 @@ inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t*
 }
 
 // Near mode: the mapping of map_value<GZ_NEAR> and the lane part of its result in one pass.
-struct NearPart {
-    __m512i multiple;  // the value as a multiple of its grid, from its leading one down
-    __m512i exponent;
-    __m512i kept;      // mantissa bits; -1 for zeros
-};
-
-// For the few values that the fast path cannot map: not finite, or a grid so coarse that C below does not exist.
-__attribute__((noinline)) void map_special(const uint32_t* values, const int8_t* floor, __mmask16 which, NearPart* part) {
-    alignas(64) int32_t multiple[16], exponent[16], kept[16];
-    _mm512_store_si512(multiple, part->multiple);
-    _mm512_store_si512(exponent, part->exponent);
-    _mm512_store_si512(kept, part->kept);
-    for (int j = 0; j < 16; j++) {
-        if (!(which >> j & 1)) continue;
-        uint32_t q = map_value<GZ_NEAR>(values[j], floor[j], 23);
-        exponent[j] = int32_t(q >> 23 & 255);
-        kept[j] = exponent[j] ? kept_near(exponent[j], floor[j]) : -1;
-        multiple[j] = exponent[j] ? int32_t((q & 0x7fffff) >> (23 - kept[j]) | 1u << kept[j]) : 0;
-    }
-    part->multiple = _mm512_load_si512(multiple);
-    part->exponent = _mm512_load_si512(exponent);
-    part->kept = _mm512_load_si512(kept);
-}
-
 // Adding C = 2^(f+23) to |x| < C rounds |x| to a multiple of 2^f, ties to even, and leaves that multiple in the low
-// bits of the sum; larger |x| are on the grid already.
-inline __m512i near16(const uint32_t* x, const int8_t* floor, __m512i* width) {
+// bits of the sum; larger |x| are on the grid already. Right for finite x and f <= 104, which the caller checks.
+inline __m512i near16(const uint32_t* x, const int8_t* floor, __m512i* width, __m512i* largest) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     const __m512i implicit = _mm512_set1_epi32(0x800000);
     __m512i u = _mm512_loadu_si512(x);
     __m512i f = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(floor)));
     __m512i magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
+    *largest = _mm512_max_epu32(*largest, magnitude);
     __m512i c = _mm512_slli_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(150)), 23);
     __m512i sum = _mm512_castps_si512(_mm512_add_round_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(c), nearest));
     __mmask16 exact = _mm512_cmpge_epu32_mask(magnitude, c) | _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact));
     __mmask16 normal = _mm512_cmpge_epu32_mask(magnitude, implicit);
-    NearPart part;
-    part.multiple = _mm512_maskz_sub_epi32(normal, sum, c);
-    part.multiple = _mm512_mask_mov_epi32(part.multiple, exact & normal, _mm512_ternarylogic_epi32(magnitude, _mm512_set1_epi32(0x7fffff), implicit, 0xea));
-    part.kept = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(part.multiple));
-    part.exponent = _mm512_mask_mov_epi32(_mm512_add_epi32(part.kept, _mm512_add_epi32(f, _mm512_set1_epi32(127))), exact, _mm512_srli_epi32(magnitude, 23));
-    __mmask16 special = _mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(0x7f800000)) | _mm512_cmpgt_epi32_mask(f, _mm512_set1_epi32(104));
-    if (__builtin_expect(special != 0, 0)) map_special(x, floor, special, &part);
+    __m512i multiple = _mm512_maskz_sub_epi32(normal, sum, c);  // from its leading one down
+    multiple = _mm512_mask_mov_epi32(multiple, exact & normal, _mm512_ternarylogic_epi32(magnitude, _mm512_set1_epi32(0x7fffff), implicit, 0xea));
+    __m512i kept = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(multiple));  // -1 for zeros
+    __m512i e = _mm512_add_epi32(kept, _mm512_add_epi32(f, _mm512_set1_epi32(127)));
+    e = _mm512_mask_mov_epi32(e, exact, _mm512_srli_epi32(magnitude, 23));
     // The lane part has the sign where the multiple has its leading one. For zeros that shift is out of range: no bit.
-    __m512i leading = _mm512_maskz_sllv_epi32(__mmask16(~_mm512_movepi32_mask(u)), _mm512_set1_epi32(1), part.kept);
-    *width = _mm512_add_epi32(part.kept, _mm512_set1_epi32(1));
-    __mmask16 nonzero = _mm512_test_epi32_mask(part.multiple, part.multiple);
-    return _mm512_or_si512(_mm512_xor_si512(part.multiple, leading), _mm512_maskz_slli_epi32(nonzero, part.exponent, 24));
+    __m512i leading = _mm512_maskz_sllv_epi32(__mmask16(~_mm512_movepi32_mask(u)), _mm512_set1_epi32(1), kept);
+    *width = _mm512_add_epi32(kept, _mm512_set1_epi32(1));
+    __mmask16 nonzero = _mm512_test_epi32_mask(multiple, multiple);
+    return _mm512_or_si512(_mm512_xor_si512(multiple, leading), _mm512_maskz_slli_epi32(nonzero, e, 24));
 }
 
 // The mapped values themselves are not stored; mapped_values() makes them where a block needs them after all.
 inline Split split_near(const BlockIn& in, Scratch& s) {
     Gatherer stats;
-    __m512i widest = _mm512_setzero_si512();
+    __m512i widest = _mm512_setzero_si512(), largest = widest, coarsest = _mm512_set1_epi8(kExact);
     for (int i = 0; i < in.n; i += 64) {
         const uint32_t* x = static_cast<const uint32_t*>(in.values) + i;
         const int8_t* floor = in.floor + i;
@@ -172,10 +147,11 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
             std::memcpy(padded, x, size_t(in.n - i) * 4);
             x = padded;
         }
+        coarsest = _mm512_mask_max_epi8(coarsest, here, coarsest, _mm512_loadu_si512(floor));
         __m512i packed[4], plane[4], width[4];
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
-            packed[k] = near16(x + 16 * k, floor + 16 * k, &width[k]);
+            packed[k] = near16(x + 16 * k, floor + 16 * k, &width[k], &largest);
             _mm_storeu_si128(reinterpret_cast<__m128i*>(s.width + i + 16 * k), _mm512_cvtepi32_epi8(width[k]));
         }
         widest = _mm512_max_epi32(widest, _mm512_max_epi32(_mm512_max_epi32(width[0], width[1]), _mm512_max_epi32(width[2], width[3])));
@@ -185,6 +161,9 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
         _mm512_storeu_si512(s.exponent + i, plane[3]);
         stats.add_exponents(plane[3], here);
     }
+    // Infinities, NaN and grids so coarse that C does not exist are rare: the plain mapping does the whole block again.
+    if (_mm512_reduce_max_epu32(largest) >= 0x7f800000u || _mm512_cmpgt_epi8_mask(coarsest, _mm512_set1_epi8(104)))
+        return split_values_plain(in, s);
     int chunks = (_mm512_reduce_max_epi32(widest) + 7) / 8;
     return {nullptr, stats.finish(in.n), false, chunks};
 }
@@ -224,9 +203,8 @@ inline bool join_full(const uint8_t* exponent, const uint8_t* const planes[3], i
     return true;
 }
 
-inline bool join_near(const Scratch& s, const int8_t* floor, int n, const Target& target) {
+inline bool join_lanes(const Scratch& s, int n, const Target& target) {
     if (!can_store(target, n)) return false;
-    const __m512i zero = _mm512_setzero_si512(), c23 = _mm512_set1_epi32(23);
     for (int i = 0; i < n; i += 64) {
         __m512i plane[4], v[4];
 #pragma GCC unroll 3
@@ -235,17 +213,10 @@ inline bool join_near(const Scratch& s, const int8_t* floor, int n, const Target
         from_planes(plane, v);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
-            __m512i f = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(floor + i + 16 * k)));
-            __m512i e = _mm512_srli_epi32(v[k], 24), bits = _mm512_and_si512(v[k], _mm512_set1_epi32(0xffffff));
-            __mmask16 exact = _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact)) |
-                              _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
-            __m512i kept = _mm512_sub_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(127)), f);
-            kept = _mm512_mask_mov_epi32(_mm512_max_epi32(_mm512_min_epi32(kept, c23), zero), exact, c23);
-            __m512i sign = _mm512_srlv_epi32(bits, kept);
-            // Shifting the sign out on the left leaves the mantissa in place.
-            __m512i mantissa = _mm512_and_si512(_mm512_sllv_epi32(bits, _mm512_sub_epi32(c23, kept)), _mm512_set1_epi32(0x7fffff));
-            __m512i u = _mm512_ternarylogic_epi32(_mm512_slli_epi32(sign, 31), _mm512_slli_epi32(e, 23), mantissa, 0xfe);
-            store_floats(target, i + 16 * k, _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(e, e), u));
+            // Shifted up to the width of a whole field, the sign comes to lie in bit 23; sllv drops what is beyond.
+            __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s.width + i + 16 * k)));
+            __m512i field = _mm512_sllv_epi32(v[k], _mm512_sub_epi32(_mm512_set1_epi32(24), width));
+            store_floats(target, i + 16 * k, sign_first(select(_mm512_set1_epi32(0xffffff), field, v[k])));
         }
     }
     return true;
