@@ -20,6 +20,7 @@ from .engines.layout import Floor
 from .errors import CodecError, Corrupt, Unsupported, nearest
 from .feedback import Memory
 from .peers import Peers
+from .sensitivity.near import memory_order
 
 _TABLE_ENTRY = 8  # bytes per frame size
 
@@ -72,7 +73,7 @@ def allgather(message: Message, peers: Peers) -> bool:
         total = wide(_decode(message.codec, ctx, parts[0], 0))
         for rank in range(1, peers.size):
             total += wide(_decode(message.codec, ctx, parts[rank], rank))
-        in_memory_order(tensor, tensor).copy_(total / peers.size)
+        tensor.copy_(unflatten(total / peers.size, tensor))
     return finite
 
 
@@ -87,7 +88,7 @@ def allreduce(message: Message, peers: Peers) -> bool:
     for own, mean in zip(addends, flat.split_with_sizes([a.numel() for a in addends])):
         own.copy_(mean)
     for tensor, ctx, frame in zip(message.tensors, message.contexts, frames):
-        codec.decode(frame, ctx, out=in_memory_order(tensor, tensor))
+        tensor.copy_(unflatten(codec.decode(frame, ctx), tensor))
     return finite
 
 
@@ -108,14 +109,19 @@ def factors(message: Message, peers: Peers) -> bool:
     return all_finite
 
 
-def in_memory_order(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x as a flat tensor, its values in the order in which those of `like` lie in memory.
+def flatten(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x's values in the order in which those of `like` lie in memory; a view where x lies that way too.
 
-    Codecs see gradients, floors and residuals that way; it differs from row-major for channels_last tensors.
+    Codecs see gradients and floors so. It is not row-major for channels_last or transposed parameters.
     """
-    if x.stride() != like.stride():
-        x = torch.empty_like(like, dtype=x.dtype).copy_(x)
-    return x.as_strided((x.numel(),), (1,))
+    return x.permute(memory_order(like)).reshape(-1)
+
+
+def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `flatten`; a view."""
+    order = memory_order(like)
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return flat.view([like.shape[d] for d in order]).permute(back)
 
 
 ROUTES: dict[str, Route] = {"allgather": allgather, "allreduce": allreduce, "factors": factors}
@@ -139,10 +145,10 @@ def _encode(message: Message) -> list[torch.Tensor]:
     frames = []
     for tensor, ctx in zip(message.tensors, message.contexts):
         x = message.memory.compensated(ctx.name, tensor, message.scale)
-        frame = message.codec.encode(in_memory_order(x, tensor).to(tensor.dtype), ctx)
+        frame = message.codec.encode(flatten(x, tensor).to(tensor.dtype), ctx)
         residual = None
         if message.codec.biased:
-            residual = wide(x) - message.codec.decode(frame, ctx).as_strided(tensor.shape, tensor.stride())
+            residual = wide(x) - unflatten(message.codec.decode(frame, ctx), tensor)
         message.memory.lost(ctx.name, residual, message.scale)
         frames.append(frame)
     return frames

@@ -78,7 +78,7 @@ class _Way:
     floor: Floor | torch.Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Ticket:
     """A bucket that DDP waits for."""
 
@@ -112,6 +112,9 @@ class Handle:
     ) -> None:
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._names: dict[torch.Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
+        twice = [name for name, count in Counter(self._names.values()).items() if count > 1]
+        if twice:
+            raise Unsupported(f"two parameters are called {twice[0]!r} once `module.` is taken out: rename a submodule")
         self._optimizer = optimizer
         self._scaler = scaler
         self._policy = policy
@@ -200,7 +203,7 @@ class Handle:
             )
         if codec.mode == "near":
             return sensitivity.rules(self._optimizer, codec.ulps, scale)
-        return {p: collectives.in_memory_order(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items()}
+        return {p: collectives.flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items()}
 
     def _begin_step(self) -> _Step:
         self._memory.drop()  # what a backward that was broken off has left
@@ -217,7 +220,9 @@ class Handle:
             if bucket.index() == 0 or self._step is None:
                 self._step = self._begin_step()
             step, last = self._step, bucket.is_last()
-            named = [(self._names[p], g) for p, g in zip(bucket.parameters(), bucket.gradients())]
+            # A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major.
+            gradients = [collectives.unflatten(g.view(-1), p) for p, g in zip(bucket.parameters(), bucket.gradients())]
+            named = [(self._names[p], g) for p, g in zip(bucket.parameters(), gradients)]
             late = [(name, g) for name, g in named if step.ways[name].late]
             step.late += late
             messages = self._messages(step, [(name, g) for name, g in named if not step.ways[name].late])
