@@ -39,8 +39,11 @@ inline DenseDraft draft_dense(const BlockIn& in, const Split& split, uint8_t* ou
         const int whole = width / 8, rest = width % 8;
         uint8_t* planes[3];
         for (int j = 0; j < 3; j++) planes[j] = at + j * n;
-        // The planes are made in full and then squeezed in place: a squeezed plane never reaches beyond its source.
-        if (!(split.full_planes && width == 24)) split_fields(split.values, n, in.job.dtype, width, planes, scratch.chunk[0]);
+        // Of full planes the upper ones are kept. Planes are squeezed in place: they never reach beyond their source.
+        if (!split.full_planes || rest)
+            split_fields(split.values, n, in.job.dtype, width, planes, scratch.chunk[0]);
+        else if (whole < 3)
+            std::memmove(planes[0], planes[3 - whole], size_t(whole) * size_t(n));
         if (fields != n)
             for (int j = 0; j < whole; j++) compress_bytes(planes[j], scratch.exponent, n, at + j * fields);
         at += whole * fields;

@@ -169,10 +169,14 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
 }
 
 inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
-    if (in.job.dtype == GZ_FLOAT32 && in.job.mode == GZ_LOSSLESS)
-        return {in.values, split_float32(static_cast<const uint32_t*>(in.values), in.n, s.exponent, planes), true, -1};
     if (in.coding == kNear) return split_near(in, s);
-    return split_values_plain(in, s);
+    if (in.coding == kPaper || in.job.dtype != GZ_FLOAT32) return split_values_plain(in, s);
+    const uint32_t* values = static_cast<const uint32_t*>(in.values);
+    if (in.job.mode != GZ_LOSSLESS) {
+        map_values(values, in.n, in.job, nullptr, s.mapped);
+        values = s.mapped;
+    }
+    return {values, split_float32(values, in.n, s.exponent, planes), true, -1};
 }
 
 inline void store_floats(const Target& target, int i, __m512i v) {
