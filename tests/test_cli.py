@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from conftest import gradient
+from rich.console import Console
 
 import gradzip
 from gradzip import capture, cli, engines
+from gradzip.cli import table
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
 
@@ -243,9 +245,10 @@ def test_demo_shows_every_codec_at_every_moment(capsys: pytest.CaptureFixture[st
     pytest.importorskip("lz4")
     shown = run_json(capsys, "demo", "--steps", "6")
     moments = list(dict.fromkeys(row["moment"] for row in shown["rows"]))
-    assert moments == ["early, step 2", "middle, step 3", "late, step 6"]
+    assert moments == ["early", "middle", "late"]
+    assert [row["sample"] for row in shown["rows"][:: len(cli.demo.CODECS)]] == ["step 2", "step 3", "step 6"]
     assert len(shown["rows"]) == 3 * len(cli.demo.CODECS)
-    assert shown["notes"] == []
+    assert not any("left out" in note for note in shown["notes"])
     exact = {row["codec"] for row in shown["rows"] if row["max_error"] == 0}
     assert exact == {"gcomp:mode=lossless", "zstd", "lz4"}
 
@@ -258,4 +261,27 @@ def test_demo_works_without_the_extras(capsys: pytest.CaptureFixture[str], monke
     out = capsys.readouterr().out
     assert "gcomp:ulps=4096" in out
     assert "note: zstd left out" in out
-    assert out.count("note:") == 2, "each note once"
+    assert out.count("left out") == 2, "each note once"
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(table, "console", lambda: Console(width=30))
+    columns = [table.Column(f"n{i}", f"n{i}", table.number(3), right=True) for i in range(9)]
+    row = {f"n{i}": 1234.567 + i for i in range(9)}
+    table.show("a title", [*columns, table.Column("text", "text", wrap=True)], [row | {"text": "word " * 30}])
+    out = capsys.readouterr().out
+    assert all(f"{value:.3f}" in out for value in row.values())
+    assert out.count("word") == 30
+
+
+def test_missing_numbers_and_markup_are_printed_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [table.Column("a", "a", table.number(2)), table.Column("b", "b")]
+    table.show("[red]t", columns, [{"a": None, "b": "pip install 'gradzip[gpu]'"}], notes=["see [docs]"])
+    out = capsys.readouterr().out
+    assert "–" in out
+    assert "[red]t" in out
+    assert "'gradzip[gpu]'" in out
+    assert "see [docs]" in out

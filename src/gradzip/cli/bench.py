@@ -29,13 +29,13 @@ _COLUMNS = (
     Column("codec", "codec"),
     Column("engine", "engine"),
     Column("ratio", "ratio", number(3), right=True),
-    Column("bits", "bits per value", number(3), right=True),
-    Column("bound", "entropy bound", number(3), right=True),
-    Column("over", "over it", number(1, " %"), right=True),
-    Column("encode_gbps", "encode GB/s", number(2), right=True),
-    Column("decode_gbps", "decode GB/s", number(2), right=True),
-    Column("encode_memcpy", "encode / memcpy", number(2, "x"), right=True),
-    Column("decode_memcpy", "decode / memcpy", number(2, "x"), right=True),
+    Column("bits", "bits", number(2), right=True),
+    Column("bound", "bound", number(2), right=True),
+    Column("over", "over", number(1, "%"), right=True),
+    Column("encode_gbps", "encode\nGB/s", number(2), right=True),
+    Column("decode_gbps", "decode\nGB/s", number(2), right=True),
+    Column("encode_memcpy", "encode\n/ copy", number(2, "x"), right=True),
+    Column("decode_memcpy", "decode\n/ copy", number(2, "x"), right=True),
 )
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if results:
         speeds = [result.memcpy_gbps for result in results]
         notes.append(f"memcpy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s between the codecs")
-    title = f"{sample.values.numel():,} float32 values ({sample.name}), one core"
+    title = f"{sample.values.numel():,} float32 values ({sample.name}), one core; bits per value, bound by entropy"
     show(title, _COLUMNS, [row(result) for result in results], notes, as_json=args.json)
     return 0
 

@@ -11,11 +11,11 @@ from .table import Column, Commands, Row, add_json, command, show, yes_no
 
 _COLUMNS = (
     Column("name", "codec"),
-    Column("options", "options and defaults", lambda options: ", ".join(f"{k}={v}" for k, v in options.items()) or "–"),
+    Column("options", "options", lambda options: "\n".join(f"{k}={v}" for k, v in options.items()) or "–"),
     Column("lossless", "lossless"),
     Column("summable", "summable", yes_no),
-    Column("fixed_size", "fixed size", yes_no),
-    Column("summary", "what it does"),
+    Column("fixed_size", "fixed\nsize", yes_no),
+    Column("summary", "what it does", wrap=True),
 )
 
 

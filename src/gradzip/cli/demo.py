@@ -28,15 +28,21 @@ CODECS = (
 )
 MOMENTS = {"early": 0.1, "middle": 0.5, "late": 1.0}
 
+
+
+def _error(error: float) -> str:
+    return "exact" if error == 0 else f"{error:.0e}"
+
+
 _COLUMNS = (
-    Column("moment", "gradient"),
+    Column("moment", "when"),
     Column("codec", "codec"),
     Column("ratio", "ratio", number(2, "x"), right=True),
-    Column("bits", "bits per value", number(2), right=True),
-    Column("max_error", "max relative error", lambda e: "exact" if e == 0 else f"{e:.1e}", right=True),
-    Column("l2_error", "relative error of the vector", lambda e: "exact" if e == 0 else f"{e:.1e}", right=True),
-    Column("encode_gbps", "encode GB/s", number(2), right=True),
-    Column("decode_gbps", "decode GB/s", number(2), right=True),
+    Column("bits", "bits", number(2), right=True),
+    Column("max_error", "max\nerror", _error, right=True),
+    Column("l2_error", "vector\nerror", _error, right=True),
+    Column("encode_gbps", "encode\nGB/s", number(2), right=True),
+    Column("decode_gbps", "decode\nGB/s", number(2), right=True),
 )
 
 
@@ -66,14 +72,16 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(_row(moment, snapshot, spec, sample))
             except Unsupported as reason:
                 notes.append(f"{spec} left out: {reason}")
-    title = f"gradients of a {snapshots[0].gradient.numel() / 1e6:.1f} M-parameter model under AdamW, one core"
+    title = f"gradients of a {snapshots[0].gradient.numel() / 1e6:.1f} M-parameter model under AdamW, on one core"
+    steps = ", ".join(f"{moment} is step {s.step} (loss {s.loss:.2f})" for moment, s in zip(MOMENTS, snapshots))
+    notes.insert(0, f"{steps}; bits per value; errors are relative, of the worst value and of the whole vector")
     show(title, _COLUMNS, rows, list(dict.fromkeys(notes)), as_json=args.json, section="moment")
     return 0
 
 
 def _row(moment: str, snapshot: capture.Snapshot, spec: str, sample: Sample) -> Row:
     result = row(measure(parse(spec), sample, rounds=3, patience=1.0))
-    return result | {"moment": f"{moment}, step {snapshot.step}", "loss": snapshot.loss}
+    return result | {"moment": moment, "loss": snapshot.loss}
 
 
 def _train(steps: int | None, seconds: float | None) -> list[capture.Snapshot]:

@@ -21,7 +21,7 @@ _MARKS = {"ok": "ok", "absent": "–", "broken": "BROKEN"}
 _COLUMNS = (
     Column("what", "what"),
     Column("status", "status", _MARKS.__getitem__),
-    Column("found", "found"),
+    Column("found", "found", wrap=True),
 )
 
 

@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,7 +22,8 @@ class Column:
     key: str
     heading: str
     text: Callable[[Any], str] = str
-    right: bool = False
+    right: bool = False  # aligned to the right, as numbers are
+    wrap: bool = False  # long texts may take several lines
 
 
 def number(digits: int, unit: str = "") -> Callable[[float | None], str]:
@@ -69,13 +71,19 @@ def show(
     if as_json:
         print(json.dumps({"title": title, "rows": list(rows), "notes": list(notes)}, indent=2))
         return
-    table = Table(title=escape(title), title_justify="left")
-    for column in columns:
-        table.add_column(column.heading, justify="right" if column.right else "left", overflow="fold")
-    for i, row in enumerate(rows):
-        last = section is not None and i + 1 < len(rows) and rows[i + 1][section] != row[section]
-        table.add_row(*(escape(column.text(row[column.key])) for column in columns), end_section=last)
+    texts = [[column.text(row[column.key]) for column in columns] for row in rows]
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, column in enumerate(columns):
+        side: Literal["left", "right"] = "right" if column.right else "left"
+        lines = "\n".join([column.heading, *(cells[i] for cells in texts)]).split("\n")
+        # A number that is cut is a wrong number, so whatever may not wrap gets all the room it needs.
+        least = 20 if column.wrap else max(map(len, lines))
+        table.add_column(column.heading, justify=side, overflow="fold", no_wrap=not column.wrap, min_width=least)
+    for i, cells in enumerate(texts):
+        last = section is not None and i + 1 < len(rows) and rows[i + 1][section] != rows[i][section]
+        table.add_row(*map(escape, cells), end_section=last)
     out = console()
-    out.print(table)
+    needed = out.measure(table)
+    out.print(table, width=max(needed.minimum, min(out.width, needed.maximum)), crop=False)
     for note in notes:
         out.print(f"note: {note}", markup=False, highlight=False)
