@@ -11,6 +11,8 @@ import torch
 from ranks import run_ranks
 from training import POLICIES, same, save, start
 
+from gradzip import collectives
+
 STEPS, SAVED = 6, 3
 EXACT = ("identity", "identity-early", "lossless")
 LOSSY = ("near-4096", "randomk", "topk", "powersgd", "powersgd-all", "mixed")
@@ -35,6 +37,27 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
             "buckets": len(buckets),
         }
     return out
+
+
+def late_messages(rank: int) -> list[list[str]]:
+    """The names in each message that waited for the last bucket."""
+    seen: list[list[str]] = []
+    exchange = collectives.exchange
+
+    def spy(message: collectives.Message, peers: Any) -> bool:
+        seen.append([ctx.name for ctx in message.contexts])
+        return exchange(message, peers)
+
+    collectives.exchange = spy
+    start(POLICIES["powersgd"]).train(0, 3)  # all of it is late: factors, and vectors
+    return seen
+
+
+def test_what_waits_for_the_last_bucket_goes_in_the_order_of_names() -> None:
+    """Also in the first step, whose buckets are other than those of later ones."""
+    weights, biases = ["0.weight", "2.weight", "4.weight"], ["0.bias", "2.bias", "4.bias"]
+    for seen in run_ranks(2, late_messages):
+        assert sorted(seen) == sorted([weights, biases] * 3)
 
 
 def resume_all(rank: int, folder: str) -> dict[str, list[torch.Tensor]]:
