@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 Row = dict[str, Any]
@@ -83,7 +84,7 @@ def show(
         last = section is not None and i + 1 < len(rows) and rows[i + 1][section] != rows[i][section]
         table.add_row(*map(escape, cells), end_section=last)
     out = console()
-    needed = out.measure(table)
+    needed = Measurement.get(out, out.options.update(max_width=1000), table)  # out.measure would stop at the screen
     out.print(table, width=max(needed.minimum, min(out.width, needed.maximum)), crop=False)
     for note in notes:
         out.print(f"note: {note}", markup=False, highlight=False)
