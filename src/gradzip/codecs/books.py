@@ -50,5 +50,7 @@ def current(ctx: Context) -> Book:
 def lengths(book_id: int, numel: int) -> torch.Tensor:
     """The book's code lengths, once per segment of a tensor of that size."""
     if book_id not in _known:
-        raise Corrupt(f"the frame uses code book {book_id:#010x}, which this process does not know: ranks refresh books together")
+        raise Corrupt(
+            f"the frame uses code book {book_id:#010x}, which this process does not know: ranks refresh books together"
+        )
     return _known[book_id].lengths.expand(segments_of(numel), 256).contiguous()

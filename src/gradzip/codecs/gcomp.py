@@ -8,7 +8,17 @@ from typing import ClassVar
 import torch
 
 from .. import engines, wire
-from ..engines.layout import BODY_HEAD_BYTES, NEAR, PAPER, Floor, Job, blocks_offset, body_bound, float_layout, segments_of
+from ..engines.layout import (
+    BODY_HEAD_BYTES,
+    NEAR,
+    PAPER,
+    Floor,
+    Job,
+    blocks_offset,
+    body_bound,
+    float_layout,
+    segments_of,
+)
 from ..errors import Corrupt, Unsupported, nearest
 from . import books
 from .base import Codec, Context, register
@@ -65,7 +75,9 @@ class GComp(Codec):
 
     def _job(self, ctx: Context) -> Job:
         book = books.current(ctx).id if self.book == "shared" else 0
-        return Job(self.mode, 23 if self.keep is None else self.keep, self.round == "truncate", self.limit, ctx.shift, book)
+        return Job(
+            self.mode, 23 if self.keep is None else self.keep, self.round == "truncate", self.limit, ctx.shift, book
+        )
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return body_bound(numel, dtype)
@@ -100,7 +112,9 @@ class GComp(Codec):
             raise Corrupt(f"{header.numel} values cannot be in a body of {header.body_bytes} bytes")
 
 
-def _checked_floor(floor: torch.Tensor | Floor | None, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
+def _checked_floor(
+    floor: torch.Tensor | Floor | None, numel: int, device: torch.device, who: str
+) -> torch.Tensor | Floor:
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
     if isinstance(floor, Floor):
@@ -122,5 +136,7 @@ def _checked_lengths(lengths: torch.Tensor | None, numel: int, device: torch.dev
         return None
     shape = (segments_of(numel), 256)
     if tuple(lengths.shape) != shape or lengths.dtype != torch.uint8:
-        raise Unsupported(f"code lengths for {numel} values are a uint8 tensor of shape {shape}, not {tuple(lengths.shape)}")
+        raise Unsupported(
+            f"code lengths for {numel} values are a uint8 tensor of shape {shape}, not {tuple(lengths.shape)}"
+        )
     return lengths.contiguous()

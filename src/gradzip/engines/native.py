@@ -16,7 +16,10 @@ NAME = "native"
 
 _MODES = {"lossless": 0, "keep": 1, "near": 2, "paper": 3}
 
-_TRUNCATED = {-1: "the gcomp body ends inside its head, tables or index", -2: "a block ends behind the end of the payload"}
+_TRUNCATED = {
+    -1: "the gcomp body ends inside its head, tables or index",
+    -2: "a block ends behind the end of the payload",
+}
 _CORRUPT = {
     -3: "reserved or contradictory bits in the head of the gcomp body",
     -4: "a code table is no complete code",
@@ -55,7 +58,9 @@ def _load() -> ctypes.CDLL:
     if path is None:
         installed = resources.files("gradzip") / "libgradzip.so"
         if not installed.is_file():
-            raise ImportError("libgradzip.so is not installed: run `make setup`, or build it with CMake and set GRADZIP_LIBRARY")
+            raise ImportError(
+                "libgradzip.so is not installed: run `make setup`, or build it with CMake and set GRADZIP_LIBRARY"
+            )
         path = str(installed)
     elif not Path(path).is_file():
         raise ImportError(f"GRADZIP_LIBRARY={path} is not a file")
@@ -64,7 +69,10 @@ def _load() -> ctypes.CDLL:
     signatures = {
         "gz_encode": (i64, [pointer, pointer, u64, pointer, pointer, pointer, u64, i32]),
         "gz_decode": (i64, [pointer, u64, i32, u64, pointer, i32, pointer, i32, pointer, i32]),
-        "gz_decode_add_encode": (i64, [pointer, u64, i32, pointer, pointer, pointer, u64, pointer, pointer, pointer, u64]),
+        "gz_decode_add_encode": (
+            i64,
+            [pointer, u64, i32, pointer, pointer, pointer, u64, pointer, pointer, pointer, u64],
+        ),
         "gz_histogram": (i64, [pointer, pointer, u64, pointer, pointer]),
         "gz_code_lengths": (None, [pointer, u64, i32, pointer]),
         "gz_floors": (None, [pointer, u64, pointer]),
@@ -94,7 +102,9 @@ def isa() -> str:
 def set_isa(name: str) -> None:
     """Chooses the instruction set; GRADZIP_ISA does the same at import."""
     if _library.gz_set_isa(name.encode()) < 0:
-        raise EngineError(f"instruction set {name!r} is not available here: choose one of {', '.join(available_isas())}")
+        raise EngineError(
+            f"instruction set {name!r} is not available here: choose one of {', '.join(available_isas())}"
+        )
 
 
 def threads() -> int:
@@ -125,7 +135,14 @@ def encode(
     """Writes the body of flat `x` into uint8 `out` and returns its length in bytes."""
     table = None if lengths is None else lengths.data_ptr()
     size = _library.gz_encode(
-        ctypes.byref(_job(x.dtype, job)), x.data_ptr(), x.numel(), _floor(floor), table, out.data_ptr(), out.numel(), _threads
+        ctypes.byref(_job(x.dtype, job)),
+        x.data_ptr(),
+        x.numel(),
+        _floor(floor),
+        table,
+        out.data_ptr(),
+        out.numel(),
+        _threads,
     )
     return _checked_encode(size)
 
@@ -174,7 +191,9 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
     """Sampled symbol counts of each segment, (segments, 256) int64."""
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int64)
     _checked_encode(
-        _library.gz_histogram(ctypes.byref(_job(x.dtype, job)), x.data_ptr(), x.numel(), _floor(floor), counts.data_ptr())
+        _library.gz_histogram(
+            ctypes.byref(_job(x.dtype, job)), x.data_ptr(), x.numel(), _floor(floor), counts.data_ptr()
+        )
     )
     return counts
 

@@ -13,7 +13,6 @@ from .layout import (
     DENSE,
     DENSE_HEAD_BYTES,
     ESCAPE,
-    EXACT,
     FIXED,
     LANES,
     NEAR,
@@ -32,12 +31,10 @@ from .layout import (
     index_offset,
     segments_of,
 )
+from .reference_sparse import decode_sparse, encode_sparse
+from .reference_values import floor_values, kept_bits, lane_part, map_values, pad4, paper_levels, split, symbols_of
 
 NAME = "reference"
-
-_INFINITY = 0x7F800000
-_QUIET_NAN = 0x7FC00000
-
 
 # --- Two steps: map, then code exactly ---------------------------------------------------------------------------
 
@@ -55,7 +52,7 @@ def encode(
     """
     layout = float_layout(x.dtype)
     bits = _bits(x)
-    floors = _floors(floor, job)
+    floors = floor_values(floor, job)
     mapped = map_values(bits, job, floors) if x.dtype == torch.float32 else bits
     coding = job.coding if x.dtype == torch.float32 else FIXED
     if lengths is None:
@@ -73,7 +70,7 @@ def encode(
         kind, block = encode_block(values, layout, coding, tables[start // SEGMENT], block_floors)
         index += (len(block) // 4 | kind << 14).to_bytes(2, "little")
         blocks += block
-    blob += _pad4(index) + blocks
+    blob += pad4(index) + blocks
     out[: len(blob)] = torch.frombuffer(blob, dtype=torch.uint8)
     return len(blob)
 
@@ -86,16 +83,21 @@ def decode(
     add: bool = False,
     book: torch.Tensor | None = None,
 ) -> None:
-    """Reads a body into flat `out`, adding to what is there if `add`. `book`: (segments, 256) lengths of a shared book."""
+    """Reads a body into flat `out`, adding to what is there if `add`.
+
+    `book`, (segments, 256) uint8, are the code lengths where the frame uses a shared book.
+    """
     layout = float_layout(out.dtype)
     data = body.numpy()
     coding, flags, _, tables = read_head(data, out.numel())
     if flags & 1:
         assert book is not None
         tables = book.numpy()
-    floors = _floors(floor, Job("near", shift=shift)) if coding == NEAR else None
+    floors = floor_values(floor, Job("near", shift=shift)) if coding == NEAR else None
     index_at, at = index_offset(out.numel(), flags & 1), blocks_offset(out.numel(), flags & 1)
-    index = data[index_at : index_at + 2 * blocks_of(out.numel())].view("<u2") if out.numel() else np.empty(0, np.uint16)
+    index = (
+        data[index_at : index_at + 2 * blocks_of(out.numel())].view("<u2") if out.numel() else np.empty(0, np.uint16)
+    )
     if data[index_at + 2 * index.size : at].any():
         raise Corrupt("the padding behind the block index is not zero")
     values = np.zeros(out.numel(), _int_type(layout))
@@ -120,7 +122,7 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
     """Sampled symbol counts of each segment, (segments, 256) int64."""
     layout = float_layout(x.dtype)
     bits = _bits(x)
-    mapped = map_values(bits, job, _floors(floor, job)) if x.dtype == torch.float32 else bits
+    mapped = map_values(bits, job, floor_values(floor, job)) if x.dtype == torch.float32 else bits
     return histogram_of(mapped, layout)
 
 
@@ -147,58 +149,6 @@ def read_head(data: np.ndarray, numel: int) -> tuple[int, int, int, list[np.ndar
     return coding, flags, book, tables
 
 
-# --- What each mode maps a value to ------------------------------------------------------------------------------
-
-
-def map_values(bits: np.ndarray, job: Job, floors: np.ndarray | None) -> np.ndarray:
-    """q(x) on the bit patterns of float32 values."""
-    if job.mode == "lossless":
-        return bits
-    sign, magnitude = bits & 0x80000000, (bits & 0x7FFFFFFF).astype(np.int64)
-    exponent = magnitude >> 23
-    if job.mode == "keep":
-        kept = np.full(bits.shape, job.keep, np.int64)
-    elif job.mode == "near":
-        assert floors is not None
-        kept = np.where(floors == EXACT, 23, np.minimum(23, exponent - 127 - floors))
-    else:
-        assert floors is not None
-        kept = 23 - 6 * paper_levels(exponent, floors)
-    cut = 23 - np.clip(kept, 0, 23)  # bits that go
-    truncated = magnitude >> cut << cut
-    if job.mode == "paper" or (job.mode == "keep" and job.truncate):
-        result = truncated
-    else:
-        # Ties to even multiples of the grid. With no bit kept the multiple is the implicit 1, which is odd.
-        odd = np.where(cut == 23, 1, magnitude >> cut & 1)
-        half = (1 << cut) >> 1
-        rounded = (magnitude + np.where(cut > 0, half - 1 + odd, 0)) >> cut << cut
-        result = np.where(rounded < _INFINITY, rounded, truncated)
-        if job.mode == "near":
-            # Below the grid: more than half a step rounds up to one step, the rest to zero.
-            one_step = (np.maximum(floors, -126).astype(np.int64) + 127) << 23
-            up = (kept == -1) & (magnitude & 0x7FFFFF != 0)
-            result = np.where(kept < 0, np.where(up, one_step, 0), result)
-    result = np.where(exponent == 0, 0, result)
-    special = np.where(magnitude > _INFINITY, _QUIET_NAN, _INFINITY)
-    result = np.where(exponent == 255, special, result)
-    return np.where(result == 0, 0, result | sign).astype(np.uint32)
-
-
-def paper_levels(exponent: np.ndarray, reach: np.ndarray) -> np.ndarray:
-    span = reach.astype(np.int64) - (exponent.astype(np.int64) - 127) - 1
-    level = (span >= 6).astype(np.int64) + (span >= 12) + (span >= 18)
-    return np.where((reach == EXACT) | (exponent == 255), 0, level)
-
-
-def _floors(floor: torch.Tensor | Floor | None, job: Job) -> np.ndarray | None:
-    if floor is None or job.coding == FIXED:
-        return None
-    floors = (floor.tensor() if isinstance(floor, Floor) else floor).numpy().astype(np.int64)
-    shifted = np.minimum(floors + job.shift, 127)
-    return np.where(floors == EXACT, EXACT, shifted)
-
-
 # --- Blocks: which kind a block gets -----------------------------------------------------------------------------
 
 
@@ -207,10 +157,10 @@ def encode_block(
 ) -> tuple[int, bytes]:
     if not values.any():
         return SPARSE, b""
-    raw = _pad4(bytearray(values.tobytes()))
+    raw = pad4(bytearray(values.tobytes()))
     if coding == NEAR:
         assert floors is not None
-        sparse = _encode_sparse(values, floors, lengths)
+        sparse = encode_sparse(values, floors, lengths)
         if sparse is not None and len(sparse) < len(raw):
             return SPARSE, sparse
     dense = _encode_dense(values, layout, coding, lengths, floors)
@@ -218,7 +168,13 @@ def encode_block(
 
 
 def decode_block(
-    data: np.ndarray, kind: int, n: int, layout: FloatLayout, coding: int, lengths: np.ndarray, floors: np.ndarray | None
+    data: np.ndarray,
+    kind: int,
+    n: int,
+    layout: FloatLayout,
+    coding: int,
+    lengths: np.ndarray,
+    floors: np.ndarray | None,
 ) -> np.ndarray:
     if kind == RAW:
         size = n * layout.item_bytes
@@ -233,25 +189,11 @@ def decode_block(
         if coding != NEAR:
             raise Corrupt("a sparse block in a frame that is not in near mode")
         assert floors is not None
-        return _decode_sparse(data, n, floors)
+        return decode_sparse(data, n, floors)
     raise Corrupt("a block of a reserved kind")
 
 
 # --- Dense block -------------------------------------------------------------------------------------------------
-
-
-def split(values: np.ndarray, layout: FloatLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exponents, mantissas and signs as int64."""
-    mantissa_bits = layout.field_bits - 1
-    v = values.astype(np.int64)
-    return v >> mantissa_bits & ((1 << layout.exponent_bits) - 1), v & ((1 << mantissa_bits) - 1), v >> (8 * layout.item_bytes - 1)
-
-
-def symbols_of(exponent: np.ndarray) -> tuple[np.ndarray, int]:
-    """Symbols relative to the block's base, and the base."""
-    count = int((exponent > 0).sum())
-    base = (int(exponent.sum()) + count // 2) // count if count else 0
-    return np.where(exponent == 0, 0, (exponent - base - (exponent <= base)) & 255), base
 
 
 def histogram_of(mapped: np.ndarray, layout: FloatLayout) -> torch.Tensor:
@@ -309,22 +251,6 @@ def _field_width(mantissa: np.ndarray, sign: np.ndarray, layout: FloatLayout) ->
     return layout.field_bits - ((combined & -combined).bit_length() - 1)
 
 
-def lane_part(
-    exponent: np.ndarray, mantissa: np.ndarray, sign: np.ndarray, coding: int, floors: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bits that go through the lanes in coding 1 and 2, and how many."""
-    kept = kept_bits(exponent, coding, floors)
-    bits = sign << kept | mantissa >> (23 - kept)
-    return np.where(exponent == 0, 0, bits), np.where(exponent == 0, 0, 1 + kept)
-
-
-def kept_bits(exponent: np.ndarray, coding: int, floors: np.ndarray) -> np.ndarray:
-    if coding == PAPER:
-        return 23 - 6 * paper_levels(exponent, floors)
-    kept = np.clip(exponent - 127 - floors, 0, 23)
-    return np.where((floors == EXACT) | (exponent == 255), 23, kept)
-
-
 def _encode_dense(
     values: np.ndarray, layout: FloatLayout, coding: int, lengths: np.ndarray, floors: np.ndarray | None
 ) -> bytearray:
@@ -370,7 +296,8 @@ def _encode_dense(
 
     body = lanes.x.astype("<u2").tobytes() + planes + bytes(lanes.refill)
     padding = -len(body) % 4
-    head = whole | rest << 2 | pruned << 5 | escapes << 6 | single << 7 | base << 8 | int(has_field.sum()) << 16 | padding << 30
+    flags = whole | rest << 2 | pruned << 5 | escapes << 6 | single << 7
+    head = flags | base << 8 | int(has_field.sum()) << 16 | padding << 30
     return bytearray(head.to_bytes(4, "little") + body + bytes(padding))
 
 
@@ -430,7 +357,9 @@ def _decode_dense(
             bits[row] |= lanes.pop(np.clip(count - 8 * j, 0, 8)) << (8 * j)
         exponent[row] = e
     if (lanes.x != 256).any() or lanes.refill:
-        raise Corrupt("the lanes of a dense block do not end where they began (near mode: or the floors differ from the encoder's)")
+        raise Corrupt(
+            "the lanes of a dense block do not end where they began (near mode: or the floors differ from the encoder's)"
+        )
 
     e, lane_bits = exponent.reshape(-1)[:n], bits.reshape(-1)[:n]
     if coding == FIXED:
@@ -452,107 +381,6 @@ def _decode_dense(
     return result.astype(_int_type(layout))
 
 
-# --- Sparse block ------------------------------------------------------------------------------------------------
-
-
-def _low_bits(m: int, n: int) -> int:
-    """The largest l with m * 2^l <= n."""
-    return (n // m).bit_length() - 1
-
-
-def _encode_sparse(values: np.ndarray, floors: np.ndarray, lengths: np.ndarray) -> bytes | None:
-    """The sparse form, or None where the dense form is chosen."""
-    exponent, mantissa, sign = split(values, float_layout(torch.float32))
-    at = np.flatnonzero(exponent)
-    m, n = at.size, values.size
-    if 2 * m > n:
-        return None
-    low = _low_bits(m, n)
-    distance = exponent[at] - 127 - floors[at]
-    kept = kept_bits(exponent[at], NEAR, floors[at])
-    total = int(distance.sum())
-    if total > 65535:
-        return None
-    symbols, _ = symbols_of(exponent)
-    _, full = huffman.codes(lengths)
-    code_cost = np.where(lengths[symbols] > 0, lengths[symbols], full[ESCAPE] + 8).sum()
-    if (exponent == exponent[0]).all():
-        code_cost = 0
-    sparse_bits = 32 + m * (low + 1) + m + ((n - 1) >> low) + m + total + int(kept.sum())
-    dense_bits = 544 + int(code_cost) + int((1 + kept).sum())
-    if sparse_bits >= dense_bits:
-        return None
-
-    number = np.arange(m)
-    highs = np.zeros(m + ((n - 1) >> low), np.uint8)
-    highs[(at >> low) + number] = 1
-    unary = np.zeros(m + total, np.uint8)
-    unary[number + np.cumsum(distance)] = 1
-    parts = (
-        _bit_string(sign[at] | (at & ((1 << low) - 1)) << 1, np.full(m, low + 1)),
-        highs,
-        unary,
-        _bit_string(mantissa[at] >> (23 - kept), kept),
-    )
-    blob = m.to_bytes(2, "little") + total.to_bytes(2, "little")
-    blob += b"".join(np.packbits(part, bitorder="little").tobytes() for part in parts)
-    return bytes(_pad4(bytearray(blob)))
-
-
-def _decode_sparse(data: np.ndarray, n: int, floors: np.ndarray) -> np.ndarray:
-    m, total = (int(v) for v in data[:4].view("<u2"))
-    if m == 0 or m > n:
-        raise Corrupt("a sparse block claims an impossible number of values")
-    low = _low_bits(m, n)
-    at = 4
-
-    def section(bits: int) -> np.ndarray:
-        nonlocal at
-        size = (bits + 7) // 8
-        if at + size > data.size:
-            raise Corrupt("a sparse block is shorter than its head says")
-        flags = np.unpackbits(data[at : at + size], bitorder="little")
-        at += size
-        if flags[bits:].any():
-            raise Corrupt("padding bits of a sparse block are set")
-        return flags[:bits]
-
-    lows = _bit_fields(section(m * (low + 1)), np.full(m, low + 1))
-    highs = np.flatnonzero(section(m + ((n - 1) >> low)))
-    unary = np.flatnonzero(section(m + total))
-    if highs.size != m or unary.size != m or unary[-1] != m + total - 1:
-        raise Corrupt("the bit vectors of a sparse block do not hold as many ones as it has values")
-    position = (highs - np.arange(m)) << low | lows >> 1
-    if position[-1] >= n or (np.diff(position) <= 0).any():
-        raise Corrupt("the positions of a sparse block do not ascend")
-    exponent = np.diff(unary, prepend=-1) - 1 + 127 + floors[position]
-    if (exponent < 1).any() or (exponent > 255).any():
-        raise Corrupt("an exponent of a sparse block is out of range (or the floors differ from the encoder's)")
-    kept = kept_bits(exponent, NEAR, floors[position])
-    mantissa = _bit_fields(section(int(kept.sum())), kept) << (23 - kept)
-    if data.size != (at + 3) // 4 * 4 or data[at:].any():
-        raise Corrupt("a sparse block has the wrong size or padding")
-    values = np.zeros(n, np.uint32)
-    values[position] = (lows & 1) << 31 | exponent << 23 | mantissa
-    return values
-
-
-def _bit_string(values: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """The values' bits one after the other, lowest first, as an array of 0 and 1."""
-    bits = [(int(v) >> i) & 1 for v, w in zip(values, widths) for i in range(int(w))]
-    return np.array(bits, np.uint8)
-
-
-def _bit_fields(bits: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """The inverse of _bit_string."""
-    values, at = [], 0
-    for width in widths:
-        field = bits[at : at + int(width)]
-        values.append(int(sum(int(bit) << i for i, bit in enumerate(field))))
-        at += int(width)
-    return np.array(values, np.int64)
-
-
 # --- Helpers -----------------------------------------------------------------------------------------------------
 
 
@@ -567,7 +395,3 @@ def _signed(layout: FloatLayout) -> type[np.signedinteger]:
 def _bits(x: torch.Tensor) -> np.ndarray:
     layout = float_layout(x.dtype)
     return x.detach().view(torch.int32 if layout.item_bytes == 4 else torch.int16).numpy().view(_int_type(layout))
-
-
-def _pad4(data: bytearray) -> bytearray:
-    return data + bytes(-len(data) % 4)
