@@ -91,7 +91,7 @@ class GComp(Codec):
         lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
         if job.book:
             lengths = books.lengths(job.book, x.numel()).to(x.device)
-        return engines.pick(x.device).encode(x, job, body, floor, lengths)
+        return int(engines.pick(x.device).encode(x, job, body, floor, lengths))
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         if body.numel() < BODY_HEAD_BYTES:

@@ -92,11 +92,11 @@ _threads = 1
 
 
 def available_isas() -> list[str]:
-    return _library.gz_available_isas().decode().split(",")
+    return str(_library.gz_available_isas().decode()).split(",")
 
 
 def isa() -> str:
-    return _library.gz_isa().decode()
+    return str(_library.gz_isa().decode())
 
 
 def set_isa(name: str) -> None:

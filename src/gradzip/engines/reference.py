@@ -92,7 +92,7 @@ def decode(
     coding, flags, _, tables = read_head(data, out.numel())
     if flags & 1:
         assert book is not None
-        tables = book.numpy()
+        tables = list(book.numpy())
     floors = floor_values(floor, Job("near", shift=shift)) if coding == NEAR else None
     index_at, at = index_offset(out.numel(), flags & 1), blocks_offset(out.numel(), flags & 1)
     index = (

@@ -35,7 +35,7 @@ def map_values(bits: np.ndarray, job: Job, floors: np.ndarray | None) -> np.ndar
         half = (1 << cut) >> 1
         rounded = (magnitude + np.where(cut > 0, half - 1 + odd, 0)) >> cut << cut
         result = np.where(rounded < _INFINITY, rounded, truncated)
-        if job.mode == "near":
+        if floors is not None:  # near mode
             # Below the grid: more than half a step rounds up to one step, the rest to zero.
             one_step = (np.maximum(floors, -126).astype(np.int64) + 127) << 23
             up = (kept == -1) & (magnitude & 0x7FFFFF != 0)
