@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from conftest import gradient
-from rich.console import Console
 
 import gradzip
 from gradzip import capture, cli, engines
@@ -268,7 +267,7 @@ def test_demo_works_without_the_extras(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_a_narrow_terminal_cuts_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(table, "console", lambda: Console(width=30))
+    monkeypatch.setattr(table, "NO_SCREEN", 30)
     columns = [table.Column(f"n{i}", f"n{i}", table.number(3), right=True) for i in range(9)]
     row = {f"n{i}": 1234.567 + i for i in range(9)}
     table.show("a title", [*columns, table.Column("text", "text", wrap=True)], [row | {"text": "word " * 30}])

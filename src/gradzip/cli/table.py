@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 Row = dict[str, Any]
+NO_SCREEN = 200  # columns
 Commands = Any  # argparse names the type of add_subparsers() only privately
 
 
@@ -53,10 +54,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def console(stderr: bool = False) -> Console:
-    """Wide where nobody looks at it, so that no cell is cut in a log."""
+def console(stderr: bool = False, least: int = 0) -> Console:
+    """As wide as the screen or `least`; wide where there is no screen, so that nothing is broken up in a log."""
     found = Console(stderr=stderr)
-    return found if found.is_terminal else Console(stderr=stderr, width=200)
+    return Console(stderr=stderr, width=max(found.width if found.is_terminal else NO_SCREEN, least))
 
 
 def show(
@@ -85,6 +86,6 @@ def show(
         table.add_row(*map(escape, cells), end_section=last)
     out = console()
     needed = Measurement.get(out, out.options.update(max_width=1000), table)  # out.measure would stop at the screen
-    out.print(table, width=max(needed.minimum, min(out.width, needed.maximum)), crop=False)
+    console(least=needed.minimum).print(table, crop=False)
     for note in notes:
         out.print(f"note: {note}", markup=False, highlight=False)
