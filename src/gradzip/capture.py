@@ -216,7 +216,8 @@ class _Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))
-        return x + self.contract(F.gelu(self.expand(self.feed_norm(x))))
+        result: torch.Tensor = x + self.contract(F.gelu(self.expand(self.feed_norm(x))))
+        return result
 
 
 # -- cache -----------------------------------------------------------------------------------------------------------
