@@ -38,10 +38,9 @@ class Broken(Policy):
         return Option("identity")
 
 
-@register
 @dataclass(frozen=True)
 class Faulty(Identity):
-    """Identity that fails on rank 1."""
+    """Identity that fails on rank 1. Registered in the ranks' processes only."""
 
     name: ClassVar[str] = "faulty"
     wire_id: ClassVar[int] = 250
@@ -60,6 +59,7 @@ class Faulty(Identity):
 
 
 def failing(rank: int) -> dict[str, dict[str, str]]:
+    register(Faulty)
     policies: dict[str, str | Policy] = {
         "codecs differ": Fixed("identity" if rank == 0 else "topk:ratio=0.05"),
         "one rule differs": Rules({"0.weight": "topk" if rank == 0 else "identity", "*": "topk"}),
