@@ -8,13 +8,13 @@ from ..errors import Corrupt
 from .layout import ESCAPE, TABLE_BYTES
 
 MAX_LENGTH = 8
-_MIN_SHARE = 1024  # a symbol rarer than 1/1024 is left to the escape
+MIN_SHARE = 1024  # a symbol rarer than 1/1024 is left to the escape
 
 
 def code_lengths(histogram: np.ndarray, limit: int = MAX_LENGTH) -> np.ndarray:
     """Optimal lengths (256,) uint8 under the limit; 0 means: no code, use the escape."""
     total = int(histogram.sum())
-    coded = [s for s in range(256) if histogram[s] > 0 and int(histogram[s]) * _MIN_SHARE >= total]
+    coded = [s for s in range(256) if histogram[s] > 0 and int(histogram[s]) * MIN_SHARE >= total]
     coded.sort(key=lambda s: (-int(histogram[s]), s))
     coded = coded[: (1 << limit) - 1]  # the escape needs a place as well
     escaped = total - sum(int(histogram[s]) for s in coded)
