@@ -12,12 +12,15 @@ machine: a new file is a new book 1, that is, a change of the format.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import moments
 import numpy as np
 import pictures
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import gradzip
@@ -36,22 +39,23 @@ def histograms() -> Iterator[tuple[str, np.ndarray]]:
     for snapshot in capture.train(capture.DEMO, steps=STEPS, at=FRACTIONS):
         yield from _modes(f"transformer, AdamW, step {snapshot.step}", snapshot.gradient, snapshot.optimizer())
     picked = {max(2, round(STEPS * fraction)) for fraction in FRACTIONS}
-    runs = {
+    runs: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
         "AdamW": lambda parameters: AdamW(parameters, lr=1e-3),
         "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
     }
     for name, make in runs.items():
-        for moment in pictures.train(make, STEPS):
+        torch.manual_seed(0)
+        model = pictures.network()
+        for moment in moments.train(make(model.parameters()), partial(pictures.loss, model), STEPS):
             if moment.step in picked:
-                yield from _modes(f"convolutions, {name}, step {moment.step}", moment.gradient, moment.optimizer)
+                yield from _modes(f"convolutions, {name}, step {moment.step}", moment.gradient(), moment.optimizer)
 
 
 def _modes(name: str, gradient: torch.Tensor, optimizer: Optimizer) -> Iterator[tuple[str, np.ndarray]]:
     engine = engines.pick("cpu")
     yield f"{name}, lossless", engine.histogram(gradient, Job("lossless")).sum(0).numpy()
     for ulps in (1, 256):
-        floors = gradzip.floors(optimizer, ulps=ulps)
-        floor = pictures.flat(floors[p] for group in optimizer.param_groups for p in group["params"])
+        floor = moments.flat(gradzip.floors(optimizer, ulps=ulps).values())
         yield f"{name}, near, {ulps} ulps", engine.histogram(gradient, Job("near"), floor).sum(0).numpy()
 
 

@@ -6,14 +6,9 @@ noise. The net is a plain stack of convolutions with batch norm, 0.7 M parameter
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import Optimizer
 
 SIDE = 32
 SHAPES = 8
@@ -55,37 +50,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, SHAPES))
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A training run between backward and step."""
-
-    step: int  # the step about to be taken, from 1
-    loss: float
-    optimizer: Optimizer  # its parameters have gradients
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """All gradients as one flat tensor, in parameter order."""
-        return flat(p.grad for group in self.optimizer.param_groups for p in group["params"])
-
-
-def flat(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def train(make: Callable[[Iterator[nn.Parameter]], Optimizer], steps: int, seed: int = 0) -> Iterator[Moment]:
-    """Trains with warm-up and cosine decay to a tenth of the optimizer's learning rate; yields before every step."""
-    torch.manual_seed(seed)
-    model = network()
-    optimizer = make(model.parameters())
-    peak = [group["lr"] for group in optimizer.param_groups]
-    for step in range(1, steps + 1):
-        factor = min(1.0, step / 20) * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
-        for group, lr in zip(optimizer.param_groups, peak):
-            group["lr"] = lr * factor
-        pictures, labels = draw(BATCH)
-        loss = F.cross_entropy(model(pictures), labels)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        yield Moment(step, loss.item(), optimizer)
-        optimizer.step()
+def loss(model: nn.Module) -> torch.Tensor:
+    """Of a fresh batch."""
+    pictures, labels = draw(BATCH)
+    return F.cross_entropy(model(pictures), labels)
