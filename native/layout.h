@@ -120,5 +120,17 @@ static inline void store32(uint8_t* p, uint32_t v) {
 }
 static inline uint32_t load32(const uint8_t* p) { return load16(p) | uint32_t(load16(p + 2)) << 16; }
 
+// Values lie at any address, and the same ones are looked at as floats and as bits.
+template <typename Word>
+static inline Word value_at(const void* values, int i) {
+    Word value;
+    std::memcpy(&value, static_cast<const uint8_t*>(values) + size_t(i) * sizeof(Word), sizeof(Word));
+    return value;
+}
+template <typename Word>
+static inline void put_value(void* values, int i, Word value) {
+    std::memcpy(static_cast<uint8_t*>(values) + size_t(i) * sizeof(Word), &value, sizeof(Word));
+}
+
 }  // namespace gz
 #endif

@@ -48,17 +48,17 @@ inline uint32_t map_value(uint32_t u, int floor, int keep) {
 
 constexpr int kCut = -1;  // the Mode of map_value that truncates to `keep` bits
 
-inline void map_values(const uint32_t* GZ_RESTRICT x, int n, const gz_job& job, const int8_t* GZ_RESTRICT floor,
+inline void map_values(const void* GZ_RESTRICT x, int n, const gz_job& job, const int8_t* GZ_RESTRICT floor,
                        uint32_t* GZ_RESTRICT q) {
     int keep = job.keep;
     if (job.mode == GZ_KEEP && job.truncate)
-        for (int i = 0; i < n; i++) q[i] = map_value<kCut>(x[i], 0, keep);
+        for (int i = 0; i < n; i++) q[i] = map_value<kCut>(value_at<uint32_t>(x, i), 0, keep);
     else if (job.mode == GZ_KEEP)
-        for (int i = 0; i < n; i++) q[i] = map_value<GZ_KEEP>(x[i], 0, keep);
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_KEEP>(value_at<uint32_t>(x, i), 0, keep);
     else if (job.mode == GZ_NEAR)
-        for (int i = 0; i < n; i++) q[i] = map_value<GZ_NEAR>(x[i], floor[i], 23);
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_NEAR>(value_at<uint32_t>(x, i), floor[i], 23);
     else
-        for (int i = 0; i < n; i++) q[i] = map_value<GZ_PAPER>(x[i], floor[i], 23);
+        for (int i = 0; i < n; i++) q[i] = map_value<GZ_PAPER>(value_at<uint32_t>(x, i), floor[i], 23);
 }
 
 // --- Exponents and their statistics ---
@@ -80,11 +80,11 @@ struct Split {
 };
 
 template <typename Word, int MantissaBits>
-Stats split_exponents(const Word* GZ_RESTRICT v, int n, uint8_t* GZ_RESTRICT exponent) {
+Stats split_exponents(const void* GZ_RESTRICT v, int n, uint8_t* GZ_RESTRICT exponent) {
     constexpr uint32_t mask = MantissaBits == 10 ? 31 : 255;
     uint32_t all = 0, odd = 0;
     for (int i = 0; i < n; i++) {
-        uint32_t u = v[i], e = u >> MantissaBits & mask;
+        uint32_t u = value_at<Word>(v, i), e = u >> MantissaBits & mask;
         exponent[i] = uint8_t(e);
         all |= u;
         odd |= e ? 0 : u;
@@ -109,17 +109,16 @@ Stats split_exponents(const Word* GZ_RESTRICT v, int n, uint8_t* GZ_RESTRICT exp
 }
 
 inline Stats split_exponents(const void* values, int n, int dtype, uint8_t* exponent) {
-    if (dtype == GZ_FLOAT32) return split_exponents<uint32_t, 23>(static_cast<const uint32_t*>(values), n, exponent);
-    const uint16_t* half = static_cast<const uint16_t*>(values);
-    return dtype == GZ_BFLOAT16 ? split_exponents<uint16_t, 7>(half, n, exponent)
-                                : split_exponents<uint16_t, 10>(half, n, exponent);
+    if (dtype == GZ_FLOAT32) return split_exponents<uint32_t, 23>(values, n, exponent);
+    return dtype == GZ_BFLOAT16 ? split_exponents<uint16_t, 7>(values, n, exponent)
+                                : split_exponents<uint16_t, 10>(values, n, exponent);
 }
 
 // Maps the values of a block and finds their exponents.
 inline Split split_values_plain(const BlockIn& in, Scratch& scratch) {
     const void* values = in.values;
     if (in.job.dtype == GZ_FLOAT32 && in.job.mode != GZ_LOSSLESS) {
-        map_values(static_cast<const uint32_t*>(values), in.n, in.job, in.floor, scratch.mapped);
+        map_values(values, in.n, in.job, in.floor, scratch.mapped);
         values = scratch.mapped;
     }
     return {values, split_exponents(values, in.n, in.job.dtype, scratch.exponent), false, -1};
@@ -127,7 +126,7 @@ inline Split split_values_plain(const BlockIn& in, Scratch& scratch) {
 
 inline const void* mapped_values(const BlockIn& in, const Split& split, Scratch& scratch) {
     if (split.values) return split.values;
-    map_values(static_cast<const uint32_t*>(in.values), in.n, in.job, in.floor, scratch.mapped);
+    map_values(in.values, in.n, in.job, in.floor, scratch.mapped);
     return scratch.mapped;
 }
 
@@ -135,7 +134,7 @@ inline const void* mapped_values(const BlockIn& in, const Split& split, Scratch&
 
 // t = field >> (F - w): its low `rest` bits go to `lane`, whole bytes above to planes[0..whole).
 template <typename Word, int FieldBits>
-void split_fields(const Word* GZ_RESTRICT v, int n, int width, uint8_t* const planes[3], uint8_t* GZ_RESTRICT lane) {
+void split_fields(const void* GZ_RESTRICT v, int n, int width, uint8_t* const planes[3], uint8_t* GZ_RESTRICT lane) {
     constexpr int sign_at = 8 * sizeof(Word) - 1;
     constexpr uint32_t mantissa = (1u << (FieldBits - 1)) - 1;
     const int whole = width / 8, rest = width % 8, drop = FieldBits - width;
@@ -143,20 +142,19 @@ void split_fields(const Word* GZ_RESTRICT v, int n, int width, uint8_t* const pl
     for (int j = 0; j < whole; j++) {
         uint8_t* GZ_RESTRICT plane = planes[j];
         const int shift = rest + 8 * j;
-        for (int i = 0; i < n; i++) plane[i] = uint8_t(kept(v[i]) >> shift);
+        for (int i = 0; i < n; i++) plane[i] = uint8_t(kept(value_at<Word>(v, i)) >> shift);
     }
     if (rest)
-        for (int i = 0; i < n; i++) lane[i] = uint8_t(kept(v[i]) & ((1u << rest) - 1));
+        for (int i = 0; i < n; i++) lane[i] = uint8_t(kept(value_at<Word>(v, i)) & ((1u << rest) - 1));
 }
 
 inline void split_fields(const void* values, int n, int dtype, int width, uint8_t* const planes[3], uint8_t* lane) {
-    const uint16_t* half = static_cast<const uint16_t*>(values);
     if (dtype == GZ_FLOAT32)
-        split_fields<uint32_t, 24>(static_cast<const uint32_t*>(values), n, width, planes, lane);
+        split_fields<uint32_t, 24>(values, n, width, planes, lane);
     else if (dtype == GZ_BFLOAT16)
-        split_fields<uint16_t, 8>(half, n, width, planes, lane);
+        split_fields<uint16_t, 8>(values, n, width, planes, lane);
     else
-        split_fields<uint16_t, 11>(half, n, width, planes, lane);
+        split_fields<uint16_t, 11>(values, n, width, planes, lane);
 }
 
 template <typename Word, int FieldBits>
@@ -228,8 +226,8 @@ inline void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* G
 
 // --- Output ---
 
-inline void add_floats(const float* GZ_RESTRICT from, int n, float* GZ_RESTRICT to) {
-    for (int i = 0; i < n; i++) to[i] += from[i];
+inline void add_floats(const void* GZ_RESTRICT from, int n, void* GZ_RESTRICT to) {
+    for (int i = 0; i < n; i++) put_value(to, i, value_at<float>(to, i) + value_at<float>(from, i));
 }
 
 // 16-bit sums: through float and back, rounding to nearest even as torch does.
@@ -278,11 +276,12 @@ inline void deliver(const void* values, int n, int dtype, const Target& target) 
     if (!target.add) {
         copy_out(target.out, values, size_t(n) * size_t(float_layout(dtype).item_bytes), target.stream);
     } else if (dtype == GZ_FLOAT32) {
-        add_floats(static_cast<const float*>(values), n, static_cast<float*>(target.out));
+        add_floats(values, n, target.out);
     } else {
-        const uint16_t* from = static_cast<const uint16_t*>(values);
-        uint16_t* to = static_cast<uint16_t*>(target.out);
-        for (int i = 0; i < n; i++) to[i] = float_to_half(half_to_float(to[i], dtype) + half_to_float(from[i], dtype), dtype);
+        for (int i = 0; i < n; i++) {
+            float sum = half_to_float(value_at<uint16_t>(target.out, i), dtype) + half_to_float(value_at<uint16_t>(values, i), dtype);
+            put_value(target.out, i, float_to_half(sum, dtype));
+        }
     }
 }
 
