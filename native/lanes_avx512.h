@@ -212,13 +212,13 @@ int decode_lanes(const LaneOutput* o) {
     constexpr int pairs = (K + 1) / 2;
     Reader reader[2 * pairs];
     __m512i base[pairs];
-    __mmask64 single[pairs];
+    __mmask64 single[pairs] = {};
     bool fields_only = o[0].coding == kFixed, any_single = false;
     for (int k = 0; k < K; k++) {
         if (int error = reader[k].start(o[k])) return error;
         __mmask64 half = __mmask64(0xffffffffu) << (k % 2 * 32);
         base[k / 2] = k % 2 ? _mm512_mask_set1_epi8(base[k / 2], half, char(o[k].base)) : _mm512_set1_epi8(char(o[k].base));
-        single[k / 2] = (k % 2 ? single[k / 2] : 0) | (o[k].single ? half : 0);
+        if (o[k].single) single[k / 2] |= half;
         any_single |= o[k].single;
         fields_only &= o[k].rest == 0;
     }
