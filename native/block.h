@@ -43,7 +43,7 @@ inline DenseDraft draft_dense(const BlockIn& in, const Split& split, uint8_t* ou
         if (!split.full_planes || rest)
             split_fields(split.values, n, in.job.dtype, width, planes, scratch.chunk[0]);
         else if (whole < 3)
-            std::memmove(planes[0], planes[3 - whole], size_t(whole) * size_t(n));
+            std::memmove(at, at + (3 - whole) * n, size_t(whole) * size_t(n));
         if (fields != n)
             for (int j = 0; j < whole; j++) compress_bytes(planes[j], scratch.exponent, n, at + j * fields);
         at += whole * fields;
@@ -240,7 +240,12 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
             std::memcpy(s.mapped, b.data, size_t(size));
             deliver(s.mapped, b.n, dtype, target[k]);
         } else if (b.size == 0) {
-            if (!target[k].add) std::memset(target[k].out, 0, size_t(b.n) * size_t(item));
+            if (!target[k].add) {
+                std::memset(target[k].out, 0, size_t(b.n) * size_t(item));
+                continue;
+            }
+            std::memset(s.mapped, 0, size_t(b.n) * size_t(item));  // adding +0 is no idle work: it makes +0 of -0
+            deliver(s.mapped, b.n, dtype, target[k]);
         } else {
             if (coding != kNear) return GZ_BAD_KIND;
             if (int error = decode_sparse(b.data, b.size, b.n, s.floor, s.mapped)) return error;
