@@ -256,6 +256,7 @@ int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, co
         if (after + kGroup <= last) block[0].next = body.data + body.offset[after];
         if (int error = kernels->decode_group(block, count, dtype, body.coding, target, s)) return error;
     }
+    if (stream) std::atomic_thread_fence(std::memory_order_seq_cst);  // stores that bypass the cache have no order of their own
     return 0;
 }
 
