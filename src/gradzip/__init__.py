@@ -41,7 +41,7 @@ def decode(
     """The flat tensor of a frame. With `out` nothing is allocated; with `add` it is added to `out`."""
     header = wire.read_header(payload)
     if header.codec_id not in codecs.BY_ID:
-        raise Corrupt(f"the frame was made by an unknown codec (id {header.codec_id}): use the same gradzip on all ranks")
+        raise Corrupt(f"the frame is of an unknown codec (id {header.codec_id}): use the same gradzip on all ranks")
     return codecs.BY_ID[header.codec_id]().decode(payload, Context(floor=floor), out, add)
 
 

@@ -69,7 +69,9 @@ def pack_header(codec_id: int, dtype: torch.dtype, numel: int, body_bytes: int, 
     return _HEADER.pack(MAGIC, VERSION, codec_id, dtype_code(dtype), flags, 0, numel, body_bytes)
 
 
-def write_header(frame: torch.Tensor, codec_id: int, dtype: torch.dtype, numel: int, body_bytes: int, check: bool) -> None:
+def write_header(
+    frame: torch.Tensor, codec_id: int, dtype: torch.dtype, numel: int, body_bytes: int, check: bool
+) -> None:
     """Fills the header (and checksum) of `frame`, whose body is already in place."""
     raw = pack_header(codec_id, dtype, numel, body_bytes, check)
     frame[:HEADER_BYTES] = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(frame.device)
@@ -91,7 +93,8 @@ def read_header(payload: torch.Tensor) -> Header:
     if magic != MAGIC:
         raise Corrupt(f"not a gradzip frame: it starts with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise Corrupt(f"frame of format version {version}; this gradzip reads version {VERSION}: use the same gradzip on all ranks")
+        reads = f"this gradzip reads version {VERSION}: use the same gradzip on all ranks"
+        raise Corrupt(f"frame of format version {version}; {reads}")
     if code not in _DTYPES:
         raise Corrupt(f"unknown dtype code {code} in the frame header")
     if flags & ~FLAG_CHECKSUM or reserved:

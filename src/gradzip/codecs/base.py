@@ -110,7 +110,7 @@ class Codec:
         elif out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device != flat.device:
             raise Unsupported(f"out must be a contiguous 1-D uint8 tensor on {flat.device}")
         elif out.numel() < bound:
-            raise Unsupported(f"out has {out.numel()} bytes; {self} may need {bound}: allocate codec.bound(numel, dtype)")
+            raise Unsupported(f"out has {out.numel()} bytes; {self} may need {bound}: see codec.bound(numel, dtype)")
         start = wire.body_offset(check)
         size = self._encode(flat, ctx or Context(), out[start:])
         wire.write_header(out, self.wire_id, flat.dtype, flat.numel(), size, check)
@@ -206,7 +206,8 @@ def parse(text: str | Codec) -> Codec:
     for item in filter(None, options.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in known:
-            raise Unsupported(f"codec {name!r} has no option {key!r}{nearest(key, known)}; it has: {', '.join(known) or 'none'}")
+            names = ", ".join(known) or "none"
+            raise Unsupported(f"codec {name!r} has no option {key!r}{nearest(key, known)}; it has: {names}")
         if not equals or key in values:
             raise Unsupported(f"cannot read {item!r} in {text!r}: write each option once, as {key}=value")
         values[key] = _value(value, str(known[key].type), f"{name}:{key}")

@@ -175,7 +175,7 @@ def decode_add_encode(
     lengths: torch.Tensor | None = None,
     book: torch.Tensor | None = None,
 ) -> int:
-    """One hop of a ring: the body of local + decoded(body), made block by block. `lengths` None: the incoming tables."""
+    """One hop of a ring: the body of local + decoded(body), block by block. `lengths` None: the incoming tables."""
     table = None if lengths is None else lengths.data_ptr()
     incoming = None if book is None else book.data_ptr()
     size = _library.gz_decode_add_encode(

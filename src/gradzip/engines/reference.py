@@ -358,7 +358,7 @@ def _decode_dense(
         exponent[row] = e
     if (lanes.x != 256).any() or lanes.refill:
         raise Corrupt(
-            "the lanes of a dense block do not end where they began (near mode: or the floors differ from the encoder's)"
+            "the lanes of a dense block do not end where they began (near mode: or floors differ from the encoder's)"
         )
 
     e, lane_bits = exponent.reshape(-1)[:n], bits.reshape(-1)[:n]
