@@ -41,7 +41,7 @@ def histograms() -> Iterator[tuple[str, np.ndarray]]:
     picked = {max(2, round(STEPS * fraction)) for fraction in FRACTIONS}
     runs: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
         "AdamW": lambda parameters: AdamW(parameters, lr=1e-3),
-        "momentum": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9),
+        "momentum": lambda parameters: SGD(parameters, lr=0.01, momentum=0.9),
     }
     for name, make in runs.items():
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """A small convolutional net that learns to tell drawn shapes apart: gradients behind ReLU, without a download.
 
-Each picture is 32 x 32 in three colours: one of eight shapes in a random place, size and colour on another colour, in
+Each picture is 32 x 32 in three colours: one of eight shapes, bright on dark, in a random place, size and colour, in
 noise. The net is a plain stack of convolutions with batch norm, 0.7 M parameters.
 """
 
@@ -39,8 +39,8 @@ def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         ]
     )
     inside = masks[labels, torch.arange(count)][:, None]
-    colours = torch.rand(2, count, 3, 1, 1)
-    return torch.where(inside, colours[0], colours[1]) + NOISE * torch.randn(count, 3, SIDE, SIDE), labels
+    ground, ink = torch.rand(2, count, 3, 1, 1)
+    return torch.where(inside, 1 + ink, -ground) + NOISE * torch.randn(count, 3, SIDE, SIDE), labels
 
 
 def network() -> nn.Sequential:
