@@ -17,7 +17,9 @@ TESTS = Path(__file__).parent
 # A module may import from its own package and from lower layers (docs/design.md, CONTRIBUTING.md).
 LAYERS = {
     "errors": 0,
+    "emulate": 1,
     "option": 1,
+    "routes": 1,
     "wire": 1,
     "worker": 1,
     "engines": 2,
