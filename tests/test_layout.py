@@ -20,6 +20,7 @@ LAYERS = {
     "emulate": 1,
     "option": 1,
     "routes": 1,
+    "executor": 2,
     "wire": 1,
     "worker": 1,
     "engines": 2,

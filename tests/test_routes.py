@@ -1,0 +1,161 @@
+"""Routes as data: text form, validity, Espresso's tree, and every route of it carried out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gradzip.errors import Unsupported
+from gradzip.executor import Group, parts, run
+from gradzip.routes import NAMED, Route, Step, tree
+
+HOSTS, LOCAL = 2, 2
+
+
+class Meeting:
+    """A group of ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.board: list[Sequence[torch.Tensor | None]] = [()] * size
+
+
+class Member:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def exchange(self, send: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        assert len(send) == self.size
+        self.meeting.board[self.rank] = send
+        self.meeting.barrier.wait(20)
+        received = [row[self.rank] for row in self.meeting.board]
+        self.meeting.barrier.wait(20)
+        return [None if part is None else part.clone() for part in received]
+
+
+class Bytes:
+    """A lossless coder that notices when a frame is decoded as something that it is not."""
+
+    def encode(self, values: torch.Tensor, start: int, shift: int, device: str) -> torch.Tensor:
+        head = torch.tensor([start, values.numel(), shift])
+        return torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8)])
+
+    def decode(self, frame: torch.Tensor, start: int, numel: int, shift: int, device: str) -> torch.Tensor:
+        assert frame[:24].clone().view(torch.int64).tolist() == [start, numel, shift]
+        return frame[24:].clone().view(torch.float32)
+
+
+def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """What each rank ends with, for each route; ranks are threads, 2 on each of 2 hosts."""
+    world = HOSTS * LOCAL
+    flat = Meeting(world)
+    intra = [Meeting(LOCAL) for _ in range(HOSTS)]
+    inter = [Meeting(HOSTS) for _ in range(LOCAL)]
+    results: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        host, local = divmod(rank, LOCAL)
+        groups: dict[str, Group] = {
+            "flat": Member(flat, rank),
+            "intra": Member(intra[host], local),
+            "inter": Member(inter[local], host),
+        }
+        try:
+            for route in routes:
+                results[rank].append(run(route, inputs[rank], groups, Bytes()))
+        except BaseException as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+            for meeting in (flat, *intra, *inter):
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return [list(ranks) for ranks in zip(*results)]
+
+
+def whole_numbers(numel: int) -> list[torch.Tensor]:
+    """Sums and means of these are exact in float32, in whatever order."""
+    index = torch.arange(numel)
+    return [((index * 7919 + rank * 104729) % 1000 * 4 - 2000).float() for rank in range(HOSTS * LOCAL)]
+
+
+def check(routes: list[Route], numel: int) -> None:
+    inputs = whole_numbers(numel)
+    mean = torch.stack(inputs).sum(0) / len(inputs)
+    for route, ranks in zip(routes, execute(routes, inputs)):
+        for rank, result in enumerate(ranks):
+            assert torch.equal(result, mean), f"{route} on rank {rank}"
+
+
+def test_tree_has_the_published_size() -> None:
+    both, gpu = tree(), tree(("gpu",))
+    assert len(set(both)) == len(both) == 4341
+    assert len(set(gpu)) == len(gpu) == 174
+    assert sum(not route.compresses for route in gpu) == 9
+
+
+def test_every_route_of_the_tree_parses_back() -> None:
+    for route in tree():
+        assert Route.parse(str(route)) == route
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 41])
+def test_every_gpu_route_gives_the_mean(numel: int) -> None:
+    check(tree(("gpu",)), numel)
+
+
+def test_every_route_gives_the_mean() -> None:
+    check(tree(), 41)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_named_routes_give_the_mean(name: str) -> None:
+    assert Route.parse(name) == NAMED[name]
+    check([NAMED[name]], 41)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alltoal", "did you mean 'alltoall'"),
+        ("enc.cpu > a2a.flat", "ends before every rank"),
+        ("enc.cpu > enc.gpu", "the data is coded"),
+        ("dec.cpu > ar.flat", "the data is plain"),
+        ("enc.cpu > ar.flat > dec.cpu", "coded data cannot go by ar"),
+        ("a2a.flat > ag.flat", "plain data cannot go by a2a"),
+        ("ag.flat", "nothing to join"),
+        ("ar.intra", "must sum over the flat group"),
+        ("ar.flat > ar.flat", "has its sum already"),
+        ("ar.nowhere", "is done in one of flat"),
+        ("enc.tpu > ag.flat > dec.gpu", "is done in one of cpu, gpu"),
+    ],
+)
+def test_bad_routes_say_why(text: str, message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
+        Route.parse(text)
+
+
+def test_route_properties() -> None:
+    route = Route.parse("hierarchical")
+    assert route.hierarchical and route.compresses and route.encodes == 2
+    assert {step.where for step in route.on("gpu").steps if step.kind in ("enc", "dec")} == {"gpu"}
+    assert not Route((Step("ar", "flat"),)).compresses
+
+
+def test_parts_cover_a_stretch() -> None:
+    for size in range(12):
+        for count in range(1, 6):
+            cut = parts(3, 3 + size, count)
+            assert len(cut) == count and cut[0][0] == 3 and cut[-1][1] == 3 + size
+            assert all(a[1] == b[0] for a, b in zip(cut, cut[1:]))
