@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -68,7 +69,7 @@ def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.
         try:
             for route in routes:
                 results[rank].append(run(route, inputs[rank], groups, Bytes()))
-        except BaseException as error:  # noqa: BLE001 - shown below
+        except BaseException as error:
             errors.append(error)
             for meeting in (flat, *intra, *inter):
                 meeting.barrier.abort()
@@ -148,7 +149,9 @@ def test_bad_routes_say_why(text: str, message: str) -> None:
 
 def test_route_properties() -> None:
     route = Route.parse("hierarchical")
-    assert route.hierarchical and route.compresses and route.encodes == 2
+    assert route.hierarchical
+    assert route.compresses
+    assert route.encodes == 2
     assert {step.where for step in route.on("gpu").steps if step.kind in ("enc", "dec")} == {"gpu"}
     assert not Route((Step("ar", "flat"),)).compresses
 
@@ -157,5 +160,7 @@ def test_parts_cover_a_stretch() -> None:
     for size in range(12):
         for count in range(1, 6):
             cut = parts(3, 3 + size, count)
-            assert len(cut) == count and cut[0][0] == 3 and cut[-1][1] == 3 + size
-            assert all(a[1] == b[0] for a, b in zip(cut, cut[1:]))
+            assert len(cut) == count
+            assert cut[0][0] == 3
+            assert cut[-1][1] == 3 + size
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(cut))

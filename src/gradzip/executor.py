@@ -7,7 +7,8 @@ order of ranks within each group, so every rank that forms a sum forms the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,7 +87,7 @@ def parts(start: int, stop: int, count: int) -> list[tuple[int, int]]:
     """A stretch in `count` nearly equal parts, some of them empty where there are fewer values than ranks."""
     size = stop - start
     bounds = [start + size * i // count for i in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:]))
+    return list(itertools.pairwise(bounds))
 
 
 def _dealt_sizes(steps: Sequence[Step], groups: dict[str, Group]) -> list[int]:

@@ -17,7 +17,7 @@ rank's coded data to all. The executor runs these lists and the planner times th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .errors import Unsupported, nearest
@@ -194,8 +194,8 @@ class _Tree:
         ]
 
 
-def _join(*parts: list[_Tail] | Iterator[_Tail]) -> Iterator[_Tail]:
-    for choice in itertools.product(*map(list, parts)):
+def _join(*parts: Iterable[_Tail]) -> Iterator[_Tail]:
+    for choice in itertools.product(*parts):
         yield tuple(itertools.chain.from_iterable(choice))
 
 

@@ -44,7 +44,8 @@ def package_merge(items: list[tuple[int, int]], limit: int) -> dict[int, int]:
 
 
 def pack_table(lengths: np.ndarray) -> np.ndarray:
-    return (lengths[0::2] | (lengths[1::2] << 4)).astype(np.uint8)
+    packed: np.ndarray = (lengths[0::2] | (lengths[1::2] << 4)).astype(np.uint8)
+    return packed
 
 
 def unpack_table(table: np.ndarray) -> np.ndarray:
