@@ -7,6 +7,9 @@
 #include <cstring>
 
 #include "gradzip.h"
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace gz {
 
@@ -45,18 +48,38 @@ struct alignas(64) CodeTable {
 bool build_table(const uint8_t* lengths, CodeTable* table);
 void code_lengths(const int64_t* counts, int limit, uint8_t* lengths);
 
+// Under the address sanitizer the arrays of Scratch have poison between them, or it would not see one run into the next.
+#if defined(__SANITIZE_ADDRESS__)
+struct alignas(64) Guard {
+    uint8_t bytes[4096];
+    Guard() { __asan_poison_memory_region(bytes, sizeof bytes); }
+    ~Guard() { __asan_unpoison_memory_region(bytes, sizeof bytes); }
+};
+#define GZ_GUARD(number) Guard guard##number;
+#else
+#define GZ_GUARD(number)
+#endif
+
 // Room for one block at work; one per thread. Arrays are padded so that vector loads may run over a block's end.
 constexpr int kRoom = kBlock + 64;
 constexpr size_t kMaxDense = kDenseHead + kBlock * 7 + 256;  // 50 bits per value at the worst, and vector overshoot
 struct alignas(64) Scratch {
     uint32_t mapped[kRoom];
+    GZ_GUARD(1)
     uint8_t exponent[kRoom];
+    GZ_GUARD(2)
     uint8_t width[kRoom];     // bits that go through the lane
+    GZ_GUARD(3)
     uint8_t chunk[3][kRoom];  // those bits
+    GZ_GUARD(4)
     uint8_t level[kRoom];
+    GZ_GUARD(5)
     uint8_t plane[3][kRoom];
+    GZ_GUARD(6)
     int8_t floor[kRoom];
+    GZ_GUARD(7)
     uint8_t frame[kMaxDense];
+    GZ_GUARD(8)
     float sum[kRoom];
 };
 
