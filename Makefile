@@ -2,7 +2,8 @@
 # make demo     train a small model for a minute and see what each codec makes of its gradients
 # make test     the tests                     make check   ruff and mypy
 # make bench    codec speed and size          make native  only the C++ library, in build/
-# make wheel    one wheel in dist/            make clean   remove what was built
+# make fuzz     a million damaged payloads    make wheel   one wheel in dist/
+# make clean    remove what was built
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))' 2>/dev/null
 
-.PHONY: setup demo test check bench native wheel clean
+.PHONY: setup demo test check bench native fuzz wheel clean
 
 setup: $(VENV)/.installed
 
@@ -51,6 +52,12 @@ bench: $(VENV)/.test
 native:
 	cmake -B build
 	cmake --build build --parallel
+
+# tests/test_fuzz.py runs a short one from the same folder.
+fuzz:
+	cmake -B build/sanitized -DGRADZIP_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	cmake --build build/sanitized --parallel
+	build/sanitized/fuzz $(or $(ARGS),1000000)
 
 wheel: $(VENV)/.installed
 	rm -rf dist
