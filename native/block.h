@@ -2,7 +2,7 @@
 // provides the stages (see block_scalar.cpp):
 //   Split split_values(in, scratch, planes)    maps the values, finds exponents and statistics
 //   compress_bytes, expand_bytes               drop and restore the bytes of pruned values
-//   encode_dense_lanes, decode_dense_lanes     the lanes of several blocks
+//   encode_lanes, decode_dense_lanes           the lanes of one block, of several blocks
 //   join_full, join_lanes                      put decoded values together, straight into the output; false: not done
 //   copy_out                                   a copy that may bypass the cache
 
@@ -15,15 +15,7 @@ inline int field_width(const Stats& s, int dtype) {
     return int(s.all_bits >> (8 * layout.item_bytes - 1) & 1);
 }
 
-// A dense block under way: everything but the lanes is done.
-struct DenseDraft {
-    LaneInput lanes;
-    uint8_t* out;
-    uint8_t* refill;  // where the lanes go on writing
-    uint32_t head;
-};
-
-inline DenseDraft draft_dense(const BlockIn& in, const Split& split, uint8_t* out, Scratch& scratch) {
+inline int encode_dense(const BlockIn& in, const Split& split, uint8_t* out, Scratch& scratch) {
     const int n = in.n;
     const Stats& s = split.stats;
     int width = 0, fields = int(s.nonzero);
@@ -60,58 +52,36 @@ inline DenseDraft draft_dense(const BlockIn& in, const Split& split, uint8_t* ou
         }
         if (in.coding == kPaper) lanes.level = scratch.level;
     }
-    uint32_t head = uint32_t(width / 8) | uint32_t(width % 8) << 2 | uint32_t(pruned) << 5 | uint32_t(s.single) << 7 |
-                    uint32_t(s.base) << 8 | uint32_t(fields) << 16;
-    return {lanes, out, at, head};
-}
-
-inline int finish_draft(const DenseDraft& draft, const LaneEnd& end) {
-    int size = int(end.refill - draft.out), padding = -size & 3;
+    const LaneEnd end = encode_lanes(lanes, out + 4, at);
+    const int size = int(end.refill - out), padding = -size & 3;
     std::memset(end.refill, 0, size_t(padding));
-    store32(draft.out, draft.head | uint32_t(end.escapes) << 6 | uint32_t(padding) << 30);
+    store32(out, uint32_t(width / 8) | uint32_t(width % 8) << 2 | uint32_t(pruned) << 5 | uint32_t(end.escapes) << 6 |
+                     uint32_t(s.single) << 7 | uint32_t(s.base) << 8 | uint32_t(fields) << 16 | uint32_t(padding) << 30);
     return size + padding;
 }
 
 // --- Which kind a block gets ---
 
-// Encodes up to two blocks, each to its own place.
-void encode_pair(const BlockIn* in, int count, uint8_t* const* out, BlockOut* result, Scratch* scratch) {
-    Split split[2];
-    DenseDraft draft[2];
-    int dense[2], dense_count = 0;
-    for (int k = 0; k < count; k++) {
-        split[k] = split_values(in[k], scratch[k], out[k] + kDenseHead);
-        const Stats& s = split[k].stats;
-        if (s.nonzero == 0 && s.odd_zeros == 0) {
-            result[k] = {kSparse, 0};
-            continue;
-        }
-        if (in[k].coding == kNear) {
-            int size = encode_sparse(in[k], split[k], out[k], scratch[k]);
-            if (size >= 0) {
-                result[k] = {kSparse, size};
-                continue;
-            }
-        }
-        draft[dense_count] = draft_dense(in[k], split[k], out[k], scratch[k]);
-        dense[dense_count++] = k;
-    }
-    if (!dense_count) {  // no lanes to fetch the next blocks meanwhile
-        Prefetch prefetch;
-        for (int i = 0; i < 3; i++) prefetch.stream[i] = in[0].next[i];
+BlockOut encode_block(const BlockIn& in, uint8_t* out, Scratch& scratch) {
+    Split split = split_values(in, scratch, out + kDenseHead);
+    const Stats& s = split.stats;
+    int sparse = -1;
+    if (s.nonzero == 0 && s.odd_zeros == 0)
+        sparse = 0;
+    else if (in.coding == kNear)
+        sparse = encode_sparse(in, split, out, scratch);
+    if (sparse >= 0) {
+        Prefetch prefetch;  // there are no lanes to fetch the next block meanwhile
+        for (int i = 0; i < 3; i++) prefetch.stream[i] = in.next[i];
         for (int step = 0; step < kBlock / 64; step++) prefetch.lines(step);
+        return {kSparse, sparse};
     }
-    LaneEnd end[2];
-    encode_dense_lanes(draft, dense_count, end);
-    for (int i = 0; i < dense_count; i++) {
-        const int k = dense[i], item = float_layout(in[k].job.dtype).item_bytes, bytes = in[k].n * item;
-        const int raw = (bytes + 3) / 4 * 4, size = finish_draft(draft[i], end[i]);
-        result[k] = {kDense, size};
-        if (size < raw) continue;
-        result[k] = {kRaw, raw};
-        std::memcpy(out[k], mapped_values(in[k], split[k], scratch[k]), size_t(bytes));
-        std::memset(out[k] + bytes, 0, size_t(raw - bytes));
-    }
+    const int item = float_layout(in.job.dtype).item_bytes, bytes = in.n * item, raw = (bytes + 3) / 4 * 4;
+    const int dense = encode_dense(in, split, out, scratch);
+    if (dense < raw) return {kDense, dense};
+    std::memcpy(out, mapped_values(in, split, scratch), size_t(bytes));
+    std::memset(out + bytes, 0, size_t(raw - bytes));
+    return {kRaw, raw};
 }
 
 // --- Sampling ---
@@ -230,7 +200,8 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
             o.level = s.level;
             o.width = s.width;
             for (int c = 0; c < 3; c++) o.chunk[c] = s.chunk[c];
-            o.prefetch.stream[0] = block[0].next;
+            for (int i = 0; i < 3; i++) o.prefetch.stream[i] = block[0].next[i];
+            o.prefetch.each = 8;  // a group's bytes over the rows of one block
             dense[dense_count++] = k;
         } else if (b.kind == kRaw) {
             int size = b.n * item;

@@ -35,11 +35,6 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     return 0;
 }
 
-template <typename Draft>
-void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
-    for (int i = 0; i < count; i++) end[i] = encode_lanes(draft[i].lanes, draft[i].out + 4, draft[i].refill);
-}
-
 #include "sparse.h"
 #include "block.h"
 
@@ -47,7 +42,7 @@ void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::encode_pair, avx2::decode_group, avx2::sample_block, avx2::floors};
+    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block, avx2::floors};
     return &kernels;
 }
 

@@ -7,14 +7,18 @@ namespace avx512 {
 
 // `to` may be `from` or lie before it: a store never reaches beyond what has been read.
 inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
-    for (int i = 0; i < n; i += 64) {
-        __mmask64 here = n - i < 64 ? (__mmask64(1) << (n - i)) - 1 : ~__mmask64(0);
+    int i = 0;
+    for (; i + 64 <= n; i += 64) {
         __m512i e = _mm512_loadu_si512(exponent + i);
-        __mmask64 keep = _mm512_test_epi8_mask(e, e) & here;
-        __m512i squeezed = _mm512_maskz_compress_epi8(keep, _mm512_maskz_loadu_epi8(here, from + i));
-        _mm512_mask_storeu_epi8(to, here, squeezed);
+        __mmask64 keep = _mm512_test_epi8_mask(e, e);
+        _mm512_storeu_si512(to, _mm512_maskz_compress_epi8(keep, _mm512_loadu_si512(from + i)));
         to += __builtin_popcountll(keep);
     }
+    if (i == n) return;
+    __mmask64 here = (__mmask64(1) << (n - i)) - 1;
+    __m512i e = _mm512_loadu_si512(exponent + i);
+    __mmask64 keep = _mm512_test_epi8_mask(e, e) & here;
+    _mm512_mask_storeu_epi8(to, here, _mm512_maskz_compress_epi8(keep, _mm512_maskz_loadu_epi8(here, from + i)));
 }
 
 inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent, int n, uint8_t* to) {
@@ -45,21 +49,6 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool stream) {
     std::memcpy(to + i, from + i, bytes - i);
 }
 
-template <typename Draft>
-void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
-    Writer writer[2];
-    for (int i = 0; i < count; i++) writer[i].start(draft[i].lanes, draft[i].refill);
-    if (count == 2 && draft[0].lanes.n == draft[1].lanes.n) {
-        encode_lanes<2>(writer);
-    } else {
-        for (int i = 0; i < count; i++) encode_lanes<1>(writer + i);
-    }
-    for (int i = 0; i < count; i++) {
-        _mm512_storeu_si512(draft[i].out + 4, writer[i].x);
-        end[i] = {writer[i].out, writer[i].escapes != 0};
-    }
-}
-
 // Blocks of equal size in lockstep; pairs share a look-up, and two pairs hide each other's latencies.
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     bool alike = true;
@@ -82,7 +71,7 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::encode_pair, avx512::decode_group, avx512::sample_block, avx512::floors};
+    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block, avx512::floors};
     return &kernels;
 }
 

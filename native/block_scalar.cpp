@@ -23,6 +23,8 @@ inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent
 inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
 
 
+using plain::encode_lanes;
+
 #include "values.h"
 
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
@@ -35,11 +37,6 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     return 0;
 }
 
-template <typename Draft>
-void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
-    for (int i = 0; i < count; i++) end[i] = plain::encode_lanes(draft[i].lanes, draft[i].out + 4, draft[i].refill);
-}
-
 #include "sparse.h"
 #include "block.h"
 
@@ -47,7 +44,7 @@ void encode_dense_lanes(const Draft* draft, int count, LaneEnd* end) {
 }  // namespace
 
 const Kernels* scalar_kernels() {
-    static const Kernels kernels{"scalar", scalar::encode_pair, scalar::decode_group, scalar::sample_block, scalar::floors};
+    static const Kernels kernels{"scalar", scalar::encode_block, scalar::decode_group, scalar::sample_block, scalar::floors};
     return &kernels;
 }
 

@@ -73,11 +73,11 @@ struct Source {
         const int item = float_layout(job.dtype).item_bytes;
         const uint8_t* values = static_cast<const uint8_t*>(x) + start * uint64_t(item);
         BlockIn in{values, count, job, coding_of(job), nullptr, table, {}};
-        if (start + 4 * kBlock <= n) {  // the next pair
-            in.next[0] = values + 2 * kBlock * item;
+        if (start + 2 * kBlock <= n) {
+            in.next[0] = values + kBlock * item;
             if (in.coding != kFixed && !floor->given) {
-                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + 2 * kBlock);
-                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + 2 * kBlock);
+                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + kBlock);
+                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + kBlock);
             }
         }
         if (in.coding != kFixed) {
@@ -121,10 +121,10 @@ struct Source {
 // Blocks are coded in place where there is room for the worst case, else through a buffer.
 uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, const uint8_t* lengths, uint8_t* tables,
                        uint8_t* index, uint8_t* out, uint64_t room) {
-    Scratch* s = scratch();
+    Scratch& s = scratch()[0];
     alignas(64) CodeTable table;
     uint64_t at = 0;
-    for (uint64_t number = first; number < last;) {
+    for (uint64_t number = first; number < last; number++) {
         if (number % kSegmentBlocks == 0 || number == first) {
             uint64_t segment = number / kSegmentBlocks;
             uint8_t sampled[256];
@@ -138,22 +138,13 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
             if (tables)
                 for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
         }
-        // Two blocks of a segment at once; the second waits in a buffer until the first one's size is known.
-        const int count = number + 1 < last && (number + 1) % kSegmentBlocks ? 2 : 1;
-        BlockIn in[2];
-        uint8_t* target[2];
-        BlockOut result[2];
-        for (int k = 0; k < count; k++) {
-            in[k] = source.block(number + uint64_t(k), &table, s[k].floor);
-            target[k] = k == 0 && room - at >= kMaxDense ? out + at : s[k].frame;
-        }
-        source.kernels->encode_pair(in, count, target, result, s);
-        for (int k = 0; k < count; k++) {
-            if (target[k] != out + at) std::memcpy(out + at, target[k], size_t(result[k].bytes));
-            store16(index + 2 * (number + uint64_t(k)), unsigned(result[k].bytes / 4) | unsigned(result[k].kind) << 14);
-            at += uint64_t(result[k].bytes);
-        }
-        number += uint64_t(count);
+        BlockIn in = source.block(number, &table, s.floor);
+        bool in_place = room - at >= kMaxDense;
+        uint8_t* target = in_place ? out + at : s.frame;
+        BlockOut result = source.kernels->encode_block(in, target, s);
+        if (!in_place) std::memcpy(out + at, target, size_t(result.bytes));
+        store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
+        at += uint64_t(result.bytes);
     }
     return at;
 }
@@ -227,7 +218,7 @@ struct Body {
         if (kind > kSparse) return GZ_BAD_KIND;
         uint64_t bytes = offset[number + 1] - offset[number];
         int count = int(std::min<uint64_t>(kBlock, n - number * kBlock));
-        *b = {data + offset[number], int(bytes), Kind(kind), count, &tables[number / kSegmentBlocks], nullptr};
+        *b = {data + offset[number], int(bytes), Kind(kind), count, &tables[number / kSegmentBlocks], {}};
         if (offset[number + 1] + 64 > size) {
             if (bytes > kMaxDense - 64) return GZ_BAD_DENSE;
             std::memcpy(room, b->data, bytes);
@@ -253,7 +244,13 @@ int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, co
             if (body.coding == kNear) kernels->floors(*floor, start, block[k].n, shift, s[k].floor);
         }
         uint64_t after = number + kGroup;
-        if (after + kGroup <= last) block[0].next = body.data + body.offset[after];
+        if (after + kGroup <= last) {
+            block[0].next[0] = body.data + body.offset[after];
+            if (body.coding == kNear && !floor->given) {
+                block[0].next[1] = reinterpret_cast<const uint8_t*>(floor->theta + after * kBlock);
+                if (floor->second) block[0].next[2] = reinterpret_cast<const uint8_t*>(floor->second + after * kBlock);
+            }
+        }
         if (int error = kernels->decode_group(block, count, dtype, body.coding, target, s)) return error;
     }
     if (stream) std::atomic_thread_fence(std::memory_order_seq_cst);  // stores that bypass the cache have no order of their own
@@ -368,8 +365,7 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         }
         bool in_place = capacity - at >= kMaxDense;
         uint8_t* to = in_place ? out + at : s[1].frame;
-        BlockOut result;
-        kernels->encode_pair(&in, 1, &to, &result, s);
+        BlockOut result = kernels->encode_block(in, to, s[0]);
         if (!in_place) std::memcpy(out + at, to, size_t(result.bytes));
         store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
         at += uint64_t(result.bytes);

@@ -13,7 +13,7 @@ namespace {
 // each of the loop's steps. Hardware prefetchers stop at page ends, which come four times in a block.
 struct Prefetch {
     const uint8_t* stream[3] = {nullptr, nullptr, nullptr};
-    int each = 8;
+    int each = 4;
     void lines(int step) const {
         for (const uint8_t* s : stream) {
             if (!s) return;

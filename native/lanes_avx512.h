@@ -99,42 +99,33 @@ struct Writer {
     }
 };
 
-// K = 1 or 2 blocks of the same size and code in lockstep: one's latencies hide behind the other's work.
-template <int K>
-void encode_lanes(Writer* writer) {
-    const CodeTable* table = writer[0].in->table;
-    const ByteTable codes(table->code), lengths(table->length);
-    const int n = writer[0].in->n, rows = (n + kLanes - 1) / kLanes;
+inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* refill) {
+    Writer writer;
+    writer.start(in, refill);
+    const ByteTable codes(in.table->code), lengths(in.table->length);
+    const int rows = (in.n + kLanes - 1) / kLanes;
     for (int pair = (rows - 1) / 2; pair >= 0; pair--) {
-        writer[0].in->prefetch.lines(pair);
-        __m512i e[K], code[K], length[K];
-        __mmask64 escaped[K];
-#pragma GCC unroll 2
-        for (int k = 0; k < K; k++) {  // two rows share the look-ups
-            e[k] = _mm512_loadu_si512(writer[k].in->exponent + 64 * pair);
-            __m512i symbol = _mm512_sub_epi8(e[k], writer[k].base);
-            symbol = _mm512_mask_sub_epi8(symbol, _mm512_cmple_epu8_mask(e[k], writer[k].base), symbol, _mm512_set1_epi8(1));
-            symbol = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(e[k], e[k]), symbol);
-            code[k] = codes[symbol];
-            length[k] = lengths[symbol];
-            escaped[k] = _mm512_movepi8_mask(length[k]);
-            length[k] = _mm512_and_si512(length[k], _mm512_set1_epi8(15));
+        in.prefetch.lines(pair);
+        // Two rows share the look-ups.
+        __m512i e = _mm512_loadu_si512(in.exponent + 64 * pair);
+        __m512i symbol = _mm512_sub_epi8(e, writer.base);
+        symbol = _mm512_mask_sub_epi8(symbol, _mm512_cmple_epu8_mask(e, writer.base), symbol, _mm512_set1_epi8(1));
+        symbol = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(e, e), symbol);
+        __m512i code = codes[symbol], length = lengths[symbol];
+        __mmask64 escaped = _mm512_movepi8_mask(length);
+        length = _mm512_and_si512(length, _mm512_set1_epi8(15));
+        const int row = 2 * pair;
+        if (row + 1 < rows) {
+            __mmask32 here = lanes_here(in.n, row + 1);
+            writer.push_lane_part(row + 1, high_half(e), here);
+            if (!in.single) writer.push_symbols(high_half(e), high_half(code), high_half(length), __mmask32(escaped >> 32), here);
         }
-#pragma GCC unroll 2
-        for (int half = 1; half >= 0; half--) {
-            int row = 2 * pair + half;
-            if (row >= rows) continue;
-            __mmask32 here = lanes_here(n, row);
-#pragma GCC unroll 2
-            for (int k = 0; k < K; k++) writer[k].push_lane_part(row, half ? high_half(e[k]) : low_half(e[k]), here);
-#pragma GCC unroll 2
-            for (int k = 0; k < K; k++)
-                if (!writer[k].in->single)
-                    writer[k].push_symbols(half ? high_half(e[k]) : low_half(e[k]), half ? high_half(code[k]) : low_half(code[k]),
-                                           half ? high_half(length[k]) : low_half(length[k]),
-                                           __mmask32(half ? escaped[k] >> 32 : escaped[k]), here);
-        }
+        __mmask32 here = lanes_here(in.n, row);
+        writer.push_lane_part(row, low_half(e), here);
+        if (!in.single) writer.push_symbols(low_half(e), low_half(code), low_half(length), __mmask32(escaped), here);
     }
+    _mm512_storeu_si512(states, writer.x);
+    return {writer.out, writer.escapes != 0};
 }
 
 // One block's lanes while decoding. Reads may run 32 bytes over the end of the refill stream.

@@ -108,7 +108,7 @@ struct BlockData {
     Kind kind;
     int n;
     const CodeTable* table;
-    const uint8_t* next;  // what the next group will read, to be fetched ahead, or NULL
+    const uint8_t* next[3];  // what the next group will read, to be fetched ahead; NULL-terminated
 };
 
 // Where decoded values go.
@@ -121,8 +121,8 @@ struct Target {
 // The functions that exist once per instruction set.
 struct Kernels {
     const char* name;
-    // Encodes one or two blocks of one segment, each to its own place with room for kMaxDense bytes.
-    void (*encode_pair)(const BlockIn* in, int count, uint8_t* const* out, BlockOut* result, Scratch* scratch);
+    // Encodes one block to `out`, which has room for kMaxDense bytes.
+    BlockOut (*encode_block)(const BlockIn& in, uint8_t* out, Scratch& scratch);
     // Decodes up to kGroup blocks of one segment; block k's floors are in scratch[k]. Returns 0 or a gz_error.
     int (*decode_group)(const BlockData* block, int count, int dtype, Coding coding, const Target* target, Scratch* scratch);
     void (*sample_block)(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch);

@@ -87,22 +87,38 @@ inline __mmask64 values_here(int n, int start) {
     return n - start >= 64 ? ~__mmask64(0) : (__mmask64(1) << (n - start)) - 1;
 }
 
-// float32 without a mapping: exponents, statistics and full planes in one pass. The planes are n bytes each.
+// 64 values (or fewer: masked loads and stores are slow, so only the last group of a block uses them).
+template <bool Whole>
+inline void split_group(const uint32_t* x, __mmask64 here, uint8_t* exponent, uint8_t* const planes[3], Gatherer& stats) {
+    __m512i u[4], r[4], plane[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        u[k] = Whole ? _mm512_loadu_si512(x + 16 * k) : _mm512_maskz_loadu_epi32(__mmask16(here >> (16 * k)), x + 16 * k);
+        r[k] = exponent_first(u[k]);
+    }
+    to_planes(r, plane);
+    _mm512_storeu_si512(exponent, plane[3]);
+#pragma GCC unroll 3
+    for (int j = 0; j < 3; j++) {
+        if (Whole)
+            _mm512_storeu_si512(planes[j], plane[j]);
+        else
+            _mm512_mask_storeu_epi8(planes[j], here, plane[j]);
+    }
+    stats.add(plane[3], u, here);
+}
+
+// float32: exponents, statistics and full planes in one pass. The planes are n bytes each.
 inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t* planes) {
     Gatherer stats;
-    for (int i = 0; i < n; i += 64) {
-        __mmask64 here = values_here(n, i);
-        __m512i u[4], r[4], plane[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-            u[k] = _mm512_maskz_loadu_epi32(__mmask16(here >> (16 * k)), x + i + 16 * k);
-            r[k] = exponent_first(u[k]);
-        }
-        to_planes(r, plane);
-        _mm512_storeu_si512(exponent + i, plane[3]);
-#pragma GCC unroll 3
-        for (int j = 0; j < 3; j++) _mm512_mask_storeu_epi8(planes + j * n + i, here, plane[j]);
-        stats.add(plane[3], u, here);
+    int i = 0;
+    for (; i + 64 <= n; i += 64) {
+        uint8_t* const at[3] = {planes + i, planes + n + i, planes + 2 * n + i};
+        split_group<true>(x + i, ~__mmask64(0), exponent + i, at, stats);
+    }
+    if (i < n) {
+        uint8_t* const at[3] = {planes + i, planes + n + i, planes + 2 * n + i};
+        split_group<false>(x + i, values_here(n, i), exponent + i, at, stats);
     }
     return stats.finish(n);
 }
