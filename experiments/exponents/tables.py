@@ -113,8 +113,8 @@ def mean(rows: list[Row], column: str) -> float:
     return sum(float(row[column]) for row in rows) / len(rows)
 
 
-def update() -> None:
-    """Puts the tables between their markers in README.md."""
+def filled(readme: str) -> str:
+    """README.md with the tables between their markers."""
     pairs, sizes = read("stale.csv"), read("refresh.csv")
     made = {
         "summary": summary(pairs),
@@ -125,13 +125,16 @@ def update() -> None:
         "parts": exponent_parts(sizes),
         "speed": speeds(read("speed.csv")),
     }
-    readme = HERE / "README.md"
-    text = readme.read_text()
     for name, content in made.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        text, found = re.subn(f"{start}.*?{end}", f"{start}\n{content}\n{end}", text, flags=re.DOTALL)
+        readme, found = re.subn(f"{start}.*?{end}", f"{start}\n{content}\n{end}", readme, flags=re.DOTALL)
         assert found == 1, f"README.md has no place for the table {name!r}: write {start} and {end} there"
-    readme.write_text(text)
+    return readme
+
+
+def update() -> None:
+    readme = HERE / "README.md"
+    readme.write_text(filled(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""What the documentation shows is what the code does: examples and tables that are made by scripts are up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gradzip
+from gradzip import engines
+from gradzip.codecs.prior import PRIOR_LENGTHS
+from gradzip.engines import huffman
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes the scripts of bench/ importable."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return ROOT / "bench"
+
+
+def test_worked_example_shows_what_the_codec_writes(bench: Path) -> None:
+    import hexdump
+
+    assert hexdump.example() in (ROOT / "docs/format.md").read_text(), "run python bench/hexdump.py"
+
+
+def test_worked_example_decodes(bench: Path) -> None:
+    import hexdump
+
+    payload = torch.frombuffer(bytearray(hexdump.frame()), dtype=torch.uint8)
+    floors = torch.full((hexdump.VALUES,), hexdump.FLOOR, dtype=torch.int8)
+    with engines.use("reference"):
+        decoded = gradzip.decode(payload, floor=floors)
+    assert torch.equal(decoded, (hexdump.gradient() * 64).round() / 64)
+
+
+def test_prior_book_is_as_its_script_writes_it(bench: Path) -> None:
+    import make_prior
+
+    lengths = np.array(PRIOR_LENGTHS, np.uint8)
+    assert make_prior.text(lengths) == make_prior.TARGET.read_text()
+    assert huffman.escape_length(lengths) == huffman.MAX_LENGTH
+
+
+def test_tables_of_the_exponent_experiment_are_those_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "experiments/exponents"
+    monkeypatch.syspath_prepend(str(folder))
+    import tables
+
+    assert Path(tables.__file__).parent == folder
+    readme = (folder / "README.md").read_text()
+    assert tables.filled(readme) == readme, "run python experiments/exponents/tables.py"
