@@ -87,7 +87,7 @@ class GComp(Codec):
         job = self._job(ctx)
         floor = None
         if self.mode in ("near", "paper") and x.dtype == torch.float32:
-            floor = _checked_floor(ctx.floor, x.numel(), x.device, f"gcomp in {self.mode} mode")
+            floor = _checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode")
         lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
         if job.book:
             lengths = books.lengths(job.book, x.numel()).to(x.device)
@@ -103,7 +103,7 @@ class GComp(Codec):
         float_layout(out.dtype)
         floor = None
         if coding == NEAR:
-            floor = _checked_floor(ctx.floor, out.numel(), out.device, "decoding a frame in near mode")
+            floor = _checked_floor(ctx, out.numel(), out.device, "decoding a frame in near mode")
         book = books.lengths(book_id, out.numel()).to(out.device) if book_id else None
         engines.pick(out.device).decode(body, out, floor, ctx.shift, add, book)
 
@@ -112,9 +112,10 @@ class GComp(Codec):
             raise Corrupt(f"{header.numel} values cannot be in a body of {header.body_bytes} bytes")
 
 
-def _checked_floor(
-    floor: torch.Tensor | Floor | None, numel: int, device: torch.device, who: str
-) -> torch.Tensor | Floor:
+def _checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
+    floor = ctx.floor
+    if not 0 <= ctx.shift <= 255:
+        raise Unsupported(f"shift={ctx.shift}: floors are shifted by 0 to 255, towards a coarser grid")
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
     if isinstance(floor, Floor):

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import EngineError
+from ..errors import EngineError, Unsupported
 
 NAMES = ("reference", "native", "triton")
 _MODULES = {"reference": "reference", "native": "native", "triton": "gpu"}
@@ -38,8 +38,11 @@ def load(name: str) -> ModuleType:
 
 def pick(device: torch.device | str) -> ModuleType:
     """The engine for tensors on `device`."""
-    name = _override or os.environ.get("GRADZIP_ENGINE")
-    return load(name or ("triton" if torch.device(device).type == "cuda" else "native"))
+    kind = torch.device(device).type
+    name = _override or os.environ.get("GRADZIP_ENGINE") or ("triton" if kind == "cuda" else "native")
+    if kind != "cpu" and name in ("reference", "native"):  # they would take its addresses for the CPU's
+        raise Unsupported(f"the {name} engine codes CPU tensors, not one on {device}: move it to the CPU first")
+    return load(name)
 
 
 @contextmanager
