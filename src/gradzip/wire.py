@@ -86,6 +86,8 @@ def read_header(payload: torch.Tensor) -> Header:
     """Parses and checks the header; the frame must fill `payload` exactly."""
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise Unsupported(f"a payload is a 1-D uint8 tensor, not {payload.dim()}-D {payload.dtype}")
+    if not payload.is_contiguous():
+        raise Unsupported("a payload's bytes lie one behind the other: call .contiguous() first")
     if payload.numel() < HEADER_BYTES:
         raise Truncated(f"the payload has {payload.numel()} bytes; a frame header alone has {HEADER_BYTES}")
     head = payload[: HEADER_BYTES + CHECKSUM_BYTES].cpu().numpy().tobytes()
