@@ -53,14 +53,14 @@ def unpack_table(table: np.ndarray) -> np.ndarray:
     assert table.size == TABLE_BYTES
     lengths = np.empty(256, np.uint8)
     lengths[0::2], lengths[1::2] = table & 15, table >> 4
-    if lengths.max() > MAX_LENGTH:
-        raise Corrupt("a code table holds a length above 8")
     escape_length(lengths)
     return lengths
 
 
 def escape_length(lengths: np.ndarray) -> int:
     """The escape takes what the others leave of the code space, which must be a power of two."""
+    if lengths.max() > MAX_LENGTH:
+        raise Corrupt("a code table holds a length above 8")
     used = int((1 << (MAX_LENGTH - lengths[lengths > 0].astype(np.int64))).sum())
     left = (1 << MAX_LENGTH) - used
     if left <= 0 or left & (left - 1):
