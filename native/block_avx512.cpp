@@ -71,7 +71,7 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block, avx512::floors};
+    static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block, avx512::fast_floors};
     return &kernels;
 }
 

@@ -39,6 +39,15 @@ inline void push(__m512i& x, __m512i bits, __m512i count, uint8_t*& out) {
     x = _mm512_or_si512(_mm512_sllv_epi16(x, count), bits);
 }
 
+// The same for 8 bits in every lane: all are full then, and a byte of each moves out as one of `bits` moves in.
+inline void push_bytes(__m512i& x, __m256i bits, uint8_t*& out) {
+    store_row(out, _mm512_cvtepi16_epi8(x));
+    out += kLanes;
+    x = _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(short(0xff00)), widen(bits), 0xea);  // (x & mask) | bits
+}
+
+inline bool all_eight(__m256i count) { return _mm256_cmpeq_epi8_mask(count, _mm256_set1_epi8(8)) == ~__mmask32(0); }
+
 inline __mmask32 lanes_here(int n, int row) {
     int here = n - row * kLanes;
     return here >= kLanes ? ~__mmask32(0) : (__mmask32(1) << here) - 1;
@@ -77,7 +86,11 @@ struct Writer {
                 __m256i count = _mm256_min_epu8(eight, _mm256_subs_epu8(width, eight));
                 if (!_mm256_testz_si256(count, count)) push(x, widen(row_of(in->chunk[1])), widen(count), out);
             }
-            push(x, widen(row_of(in->chunk[0])), widen(_mm256_min_epu8(eight, width)), out);
+            const __m256i count = _mm256_min_epu8(eight, width);
+            if (all_eight(count))
+                push_bytes(x, load_row(in->chunk[0] + start), out);
+            else
+                push(x, widen(row_of(in->chunk[0])), widen(count), out);
         }
         if (in->level) {
             __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & here;
@@ -156,6 +169,14 @@ struct Reader {
         *bits = _mm256_and_si256(_mm512_cvtepi16_epi8(x), _mm256_shuffle_epi8(masks, count));
         return drop(widen(count));
     }
+    // The same for 8 bits in every lane: all of them take a byte.
+    bool pop_bytes(__m256i* bits) {
+        if (__builtin_expect(at - begin < kLanes, 0)) return false;
+        at -= kLanes;
+        *bits = _mm512_cvtepi16_epi8(x);
+        x = _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(short(0xff00)), widen(load_row(at)), 0xea);
+        return true;
+    }
     bool done() const { return at == begin && _mm512_cmpeq_epi16_mask(x, _mm512_set1_epi16(256)) == ~__mmask32(0); }
 };
 
@@ -190,7 +211,11 @@ inline bool decode_row(const LaneOutput& o, Reader& reader, int row, __m256i e, 
     for (int c = 0; c < 3; c++) {
         __m256i count = _mm256_min_epu8(_mm256_set1_epi8(8), _mm256_subs_epu8(width, _mm256_set1_epi8(char(8 * c))));
         bits = _mm256_setzero_si256();
-        if ((c == 0 || !_mm256_testz_si256(count, count)) && !reader.pop(count, &bits)) return false;
+        if (c == 0 && all_eight(count)) {
+            if (!reader.pop_bytes(&bits)) return false;
+        } else if (c == 0 || !_mm256_testz_si256(count, count)) {
+            if (!reader.pop(count, &bits)) return false;
+        }
         store_row(o.chunk[c] + start, bits);
     }
     return true;

@@ -65,6 +65,7 @@ constexpr int kRoom = kBlock + 64;
 constexpr size_t kMaxDense = kDenseHead + kBlock * 7 + 256;  // 50 bits per value at the worst, and vector overshoot
 struct alignas(64) Scratch {
     uint32_t mapped[kRoom];
+    uint32_t part[kRoom];     // lane bits, before they are cut into chunks
     GZ_GUARD(1)
     uint8_t exponent[kRoom];
     GZ_GUARD(2)

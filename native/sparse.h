@@ -14,9 +14,9 @@ struct BitWriter {
             count -= 32;
         }
     }
-    void zeros(int n) {
-        for (; n > 32; n -= 32) put(0, 32);
-        put(0, n);
+    void one_after(int zeros) {  // so many zeros, then a one
+        for (; zeros >= 32; zeros -= 32) put(0, 32);
+        put(uint64_t(1) << zeros, zeros + 1);
     }
     void finish() {  // to the next whole byte
         for (; count > 0; count -= 8, held >>= 8) *at++ = uint8_t(held);
@@ -94,17 +94,13 @@ inline int encode_sparse(const BlockIn& in, const Split& split, uint8_t* out, Sc
     writer.finish();
     int next = 0;
     for (int i = 0; i < m; i++) {
-        int bit = (position[i] >> low) + i, gap = bit - next;
-        writer.zeros(gap);
-        writer.put(1, 1);
+        int bit = (position[i] >> low) + i;
+        writer.one_after(bit - next);
         next = bit + 1;
     }
-    writer.zeros(int(high_count) - next);
+    for (; next < int(high_count); next += 32) writer.put(0, int(high_count) - next < 32 ? int(high_count) - next : 32);
     writer.finish();
-    for (int i = 0; i < m; i++) {
-        writer.zeros(distance[i]);
-        writer.put(1, 1);
-    }
+    for (int i = 0; i < m; i++) writer.one_after(distance[i]);
     writer.finish();
     for (int i = 0; i < m; i++) writer.put(field[i] & 0x7fffffff, kept[i]);
     writer.finish();

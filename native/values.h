@@ -191,27 +191,31 @@ void join_fields(const uint8_t* GZ_RESTRICT exponent, const uint8_t* const plane
 // The lane part of near and paper mode: widths and chunks of mapped values; returns the highest chunk that occurs.
 template <bool Near>
 int split_lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTRICT floor, Scratch& s) {
-    uint8_t *GZ_RESTRICT width = s.width, *GZ_RESTRICT c0 = s.chunk[0], *GZ_RESTRICT c1 = s.chunk[1];
-    uint8_t *GZ_RESTRICT c2 = s.chunk[2], *GZ_RESTRICT level = s.level;
+    uint8_t *GZ_RESTRICT width = s.width, *GZ_RESTRICT level = s.level;
+    uint32_t* GZ_RESTRICT part = s.part;
     uint32_t widest = 0;
     for (int i = 0; i < n; i++) {
         uint32_t u = q[i], e = u >> 23 & 255;
-        int kept = Near ? int(e) - 127 - floor[i] : 23 - 6 * int(paper_level(e, floor[i]));
+        int kept = int(e) - 127 - floor[i];
         if (Near) {
             kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
             kept = floor[i] == kExact ? 23 : kept;
             kept = e == 255 ? 23 : kept;
+        } else {
+            kept = 23 - 6 * int(paper_level(e, floor[i]));
         }
-        uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept);
-        bits = e ? bits : 0;
-        uint32_t w = e ? uint32_t(kept) + 1 : 0;
+        uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept), w = uint32_t(kept) + 1;
+        part[i] = e ? bits : 0;
+        w = e ? w : 0;
         width[i] = uint8_t(w);
-        c0[i] = uint8_t(bits);
-        c1[i] = uint8_t(bits >> 8);
-        c2[i] = uint8_t(bits >> 16);
-        if (!Near) level[i] = uint8_t(paper_level(e, floor[i]));
         widest = w > widest ? w : widest;
     }
+    for (int c = 0; c < 3; c++) {
+        uint8_t* GZ_RESTRICT chunk = s.chunk[c];
+        for (int i = 0; i < n; i++) chunk[i] = uint8_t(part[i] >> (8 * c));
+    }
+    if (!Near)
+        for (int i = 0; i < n; i++) level[i] = uint8_t(paper_level(q[i] >> 23 & 255, floor[i]));
     return int(widest + 7) / 8;
 }
 

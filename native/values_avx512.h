@@ -241,3 +241,29 @@ inline bool join_lanes(const Scratch& s, int n, const Target& target) {
     }
     return true;
 }
+
+// The rule of `floors` in values.h: saturating arithmetic does its clamping, because kExact is the lowest int8.
+void fast_floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* out) {
+    if (rule.given) return floors(rule, start, n, shift, out);
+    const __m512i c0 = _mm512_set1_epi32(rule.c0), c1 = _mm512_set1_epi32(rule.c1), c2 = _mm512_set1_epi32(rule.c2);
+    const __m512i low_byte = _mm512_set1_epi32(255), exact = _mm512_set1_epi32(kExact);
+    const __m128i exact_bytes = _mm_set1_epi8(char(kExact)), shifts = _mm_set1_epi8(char(shift > 127 ? 127 : shift));
+    for (int i = 0; i < n; i += 16) {
+        __mmask16 here = n - i >= 16 ? __mmask16(~0) : __mmask16((1 << (n - i)) - 1);
+        auto exponents = [&](const float* from) {
+            __m512i bits = here == __mmask16(~0) ? _mm512_loadu_si512(from + start + uint64_t(i))
+                                                 : _mm512_maskz_loadu_epi32(here, from + start + uint64_t(i));
+            return _mm512_and_si512(_mm512_srli_epi32(bits, 23), low_byte);
+        };
+        __m512i theta = exponents(rule.theta), f = _mm512_add_epi32(theta, c0);
+        if (rule.second)
+            f = _mm512_add_epi32(f, _mm512_srai_epi32(_mm512_max_epi32(_mm512_add_epi32(exponents(rule.second), c1), c2), 1));
+        f = _mm512_mask_mov_epi32(f, _mm512_testn_epi32_mask(theta, theta), exact);
+        __m128i bytes = _mm512_cvtsepi32_epi8(f);
+        if (shift) bytes = _mm_mask_adds_epi8(bytes, _mm_cmpneq_epi8_mask(bytes, exact_bytes), bytes, shifts);
+        if (here == __mmask16(~0))
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
+        else
+            _mm_mask_storeu_epi8(out + i, here, bytes);
+    }
+}
