@@ -330,7 +330,7 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
     Body body{data, size, n, kFixed, false, {}, {}};
     if (int error = body.read(book)) return error;
     if (body.coding == kNear && n && !(floor && (floor->given || floor->theta))) return GZ_BAD_ARGUMENT;
-    if (!lengths && body.book) return GZ_BAD_ARGUMENT;
+    if (!lengths && body.book && n) return GZ_BAD_ARGUMENT;
     std::vector<CodeTable> own;
     if (lengths) {
         own.resize(segments_of(n));
