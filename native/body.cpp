@@ -51,7 +51,8 @@ Coding coding_of(const gz_job& job) {
 bool valid(const gz_job& job, uint64_t n, const gz_floor* floor) {
     bool needs_floor = coding_of(job) != kFixed && n > 0;
     return job.dtype >= 0 && job.dtype <= GZ_FLOAT16 && job.mode >= 0 && job.mode <= GZ_PAPER && job.keep >= 0 &&
-           job.keep <= 23 && job.limit >= 1 && job.limit <= 8 && (!needs_floor || (floor && (floor->given || floor->theta)));
+           job.keep <= 23 && job.limit >= 1 && job.limit <= 8 && job.shift >= 0 && job.shift <= 127 &&
+           (!needs_floor || (floor && (floor->given || floor->theta)));
 }
 
 Scratch* scratch() {  // room for a group of blocks per thread
@@ -304,7 +305,7 @@ int64_t gz_encode(const gz_job* job, const void* x, uint64_t n, const gz_floor* 
 
 int64_t gz_decode(const uint8_t* data, uint64_t size, int32_t dtype, uint64_t n, const gz_floor* floor, int32_t shift,
                   const uint8_t* book, int32_t add, void* out, int32_t threads) {
-    if (dtype < 0 || dtype > GZ_FLOAT16) return GZ_BAD_ARGUMENT;
+    if (dtype < 0 || dtype > GZ_FLOAT16 || shift < 0 || shift > 127) return GZ_BAD_ARGUMENT;
     Body body{data, size, n, kFixed, false, {}, {}};
     if (int error = body.read(book)) return error;
     if (dtype != GZ_FLOAT32 && body.coding != kFixed) return GZ_BAD_HEAD;
@@ -326,6 +327,7 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
                              const float* local, uint64_t n, const gz_floor* floor, const uint8_t* lengths, uint8_t* out,
                              uint64_t capacity) {
     if (!valid(*job, n, floor) || job->dtype != GZ_FLOAT32 || (job->book && n && !lengths)) return GZ_BAD_ARGUMENT;
+    if (in_shift < 0 || in_shift > 127) return GZ_BAD_ARGUMENT;
     if (capacity < gz_bound(n, GZ_FLOAT32)) return GZ_NO_ROOM;
     Body body{data, size, n, kFixed, false, {}, {}};
     if (int error = body.read(book)) return error;

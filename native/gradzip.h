@@ -50,7 +50,7 @@ typedef struct {
     int32_t keep;      // mantissa bits, for GZ_KEEP
     int32_t truncate;  // cut instead of rounding, for GZ_KEEP
     int32_t limit;     // longest code, 1-8
-    int32_t shift;     // added to every floor
+    int32_t shift;     // added to every floor, 0-127
     uint32_t book;     // id of a shared book: no tables are written; 0: tables in the frame
 } gz_job;
 

@@ -114,8 +114,8 @@ class GComp(Codec):
 
 def _checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
     floor = ctx.floor
-    if not 0 <= ctx.shift <= 255:
-        raise Unsupported(f"shift={ctx.shift}: floors are shifted by 0 to 255, towards a coarser grid")
+    if not 0 <= ctx.shift <= 127:
+        raise Unsupported(f"shift={ctx.shift}: floors are shifted by 0 to 127, towards a coarser grid")
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
     if isinstance(floor, Floor):
