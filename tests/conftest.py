@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradzip import Floor, engines
+from gradzip import Floor, emulate, engines
 from gradzip.errors import EngineError
 
 # Around the lane count (32), the block (4096) and the segment (131072) of the wire format.
@@ -111,6 +111,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once on every available engine; inside, that engine is forced."""
     with engines.use(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """For tests that emulate hosts: skipped, with the reason, where that is impossible."""
+    reason = emulate.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,8 @@ GradzipError
 │   ├── Truncated      a payload ends before its own header says it does
 │   └── Corrupt        a payload contradicts itself, or was made by another version
 ├── EngineError        an engine was asked for by name and is not there
-└── PeerError          another rank is dead, differs from this one, or failed
+├── PeerError          another rank is dead, differs from this one, or failed
+└── EmulationError     hosts cannot be emulated on this machine, or not like this
 
 GradzipWarning (a UserWarning) is the category of its warnings: training goes on, but less is gained than could be.
 """
@@ -41,6 +42,10 @@ class EngineError(GradzipError, RuntimeError):
 
 class PeerError(GradzipError, RuntimeError):
     """Another rank died, failed, or disagrees with this one."""
+
+
+class EmulationError(GradzipError, RuntimeError):
+    """Hosts cannot be emulated here; the message says what is missing."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import GradzipError
-from . import bench, codecs, demo, doctor
+from . import bench, codecs, demo, doctor, emulate
 
-_COMMANDS = (doctor, codecs, bench, demo)
+_COMMANDS = (doctor, codecs, bench, emulate, demo)
 
 
 def parser() -> argparse.ArgumentParser:
