@@ -20,8 +20,8 @@ def fuzzer() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if cmake is None or compiler is None:
         pytest.skip("needs CMake and a C++ compiler")
-    configure = [cmake, "-S", ROOT, "-B", BUILD, "-DGRADZIP_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
-    for command in (configure, [cmake, "--build", BUILD, "--parallel", "2"]):
+    configure = [cmake, "-S", str(ROOT), "-B", str(BUILD), "-DGRADZIP_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    for command in (configure, [cmake, "--build", str(BUILD), "--parallel", "2"]):
         result = subprocess.run(command, capture_output=True, text=True)
         if "cannot find -lasan" in result.stderr or "cannot find -lubsan" in result.stderr:
             pytest.skip("the compiler comes without the sanitizers' libraries")
