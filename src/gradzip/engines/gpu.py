@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from ..errors import Corrupt, EngineError, Truncated, Unsupported
-from . import gpu_decode, gpu_encode, gpu_lanes, gpu_tables
+from . import gpu_decode, gpu_encode, gpu_lanes, gpu_statistics, gpu_tables
 from .gpu_lanes import INTERPRETED
 from .gpu_tables import code_lengths as code_lengths  # part of the engine's interface
 from .layout import (
@@ -38,6 +38,9 @@ NAME = "triton"
 # Programs (warps) per multiprocessor. More hide latency better; fewer keep their scratch memory in the L2 cache.
 ENCODE_PROGRAMS = 16
 DECODE_PROGRAMS = 32
+# How many blocks ahead of its own a program has input brought to the L2 cache.
+ENCODE_AHEAD = 512
+DECODE_AHEAD = 512
 
 _FAULTS: list[tuple[int, type[Exception], str]] = [
     (gpu_tables.BAD_HEAD.value, Corrupt, "reserved or contradictory bits in the head of the gcomp body"),
@@ -108,9 +111,9 @@ def encode(
             source.coding, book, n_blocks, blocks_at, num_warps=1,
         )  # fmt: skip
         gpu_encode.encode_blocks[(programs,)](
-            source.x, source.floor, source.second, codes, out, words.view(torch.int16), words, claims, space.counters,
+            source.x, source.floor, source.second, codes, out, words.view(torch.int16), claims, space.counters,
             space.status, space.result, scratch, x.numel(), n_blocks, index_at, blocks_at,
-            source.c0, source.c1, source.c2, job.shift, job.keep,
+            source.c0, source.c1, source.c2, job.shift, job.keep, ENCODE_AHEAD,
             CODING=source.coding, MODE=source.mode, FLOOR=source.floor_kind, ITEM=source.layout.item_bytes,
             EXPONENT=source.layout.exponent_bits, FIELD=source.layout.field_bits, INTERPRET=INTERPRETED, num_warps=1,
         )  # fmt: skip
@@ -159,11 +162,12 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
         with _on(x.device):
-            gpu_encode.sample_symbols[(blocks_of(x.numel()),)](
+            gpu_statistics.sample_symbols[(blocks_of(x.numel()),)](
                 source.x, source.floor, source.second, counts, x.numel(),
                 source.c0, source.c1, source.c2, job.shift, job.keep,
                 MODE=source.mode, FLOOR=source.floor_kind, ITEM=source.layout.item_bytes,
-                EXPONENT=source.layout.exponent_bits, FIELD=source.layout.field_bits, num_warps=1,
+                EXPONENT=source.layout.exponent_bits, FIELD=source.layout.field_bits, INTERPRET=INTERPRETED,
+                num_warps=1,
             )  # fmt: skip
     return counts.to(torch.int64)
 
@@ -259,7 +263,7 @@ def _launch_decode(
         if n_blocks:
             gpu_decode.decode_blocks[(programs,)](
                 body, lookup, sums, bits, floors, second, space.status, scratch,
-                body_bytes, numel, n_blocks, index_at, blocks_at, c0, c1, c2, shift,
+                body_bytes, numel, n_blocks, index_at, blocks_at, c0, c1, c2, shift, DECODE_AHEAD, 0,
                 CODING=coding, FLOOR=floor_kind, ITEM=layout.item_bytes, EXPONENT=layout.exponent_bits,
                 FIELD=layout.field_bits, ADD=adding[out.dtype].value if add else gpu_decode.STORE_BITS.value,
                 INTERPRET=INTERPRETED, num_warps=1,

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gpu_lanes import count_votes, kept_bits, load, load_floors, uniform
+from .gpu_lanes import (
+    count_votes,
+    kept_bits,
+    load,
+    load_floor_inputs,
+    make_floors,
+    prefetch,
+    prefetch_floors,
+    uniform,
+)
 from .gpu_sparse import BAD_SPARSE, read_sparse
 from .gpu_tables import LOOKUP_STRIDE
 
@@ -80,14 +89,42 @@ def _write_block_table(lookup, base, single, table, EXPONENT: tl.constexpr):
 
 
 @triton.jit
+def _refill(x, pointer, INTERPRET: tl.constexpr):
+    """Appends the byte at `pointer` to states below 256. In assembly because a masked load takes longer."""
+    if INTERPRET:
+        return tl.where(x < 256, (x << 8) | tl.load(pointer, mask=x < 256, other=0).to(tl.int32), x)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .pred low;
+                .reg .b32 byte;
+                setp.lt.s32 low, $1, 256;
+                mov.b32 $0, $1;
+                mov.b32 byte, 0;
+                @low ld.global.u8 byte, [$2];
+                @low mad.lo.s32 $0, $1, 256, byte;
+            }""",
+            "=&r,r,l",
+            [x, pointer.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _pop(x, at, count, block, lowest, upper, INTERPRET: tl.constexpr):
     """Drops `count` bits of each lane and refills those that run low."""
     x = x >> count
-    need = x < 256
-    rank, total = count_votes(need, upper, INTERPRET)
+    rank, total = count_votes(x < 256, upper, INTERPRET)
     # A stream that runs dry reads a wrong byte of its own block; that it ends elsewhere shows at the end.
-    byte = tl.load(block + tl.maximum(at - rank, lowest - 1), mask=need).to(tl.int32)
-    return tl.where(need, (x << 8) | byte, x), at - total
+    return _refill(x, block + tl.maximum(at - rank, lowest - 1), INTERPRET), at - total
+
+
+@triton.jit
+def _touch(block, at):
+    """Reads bytes of a block, so that their neighbours are in the L1 cache when they are popped."""
+    return tl.load(block + tl.maximum(at, 0)).to(tl.int32)
 
 
 @triton.jit
@@ -120,28 +157,97 @@ def _join(entry, field, ITEM: tl.constexpr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _plain_rows(
-    x, at, seen, block, table, out, lowest, upper, n,
+def _load_planes(block, i, n, WHOLE: tl.constexpr):
+    """The WHOLE bytes of a row's fields, as they lie in the planes; 0 for those that are not there."""
+    low = i * 0
+    middle = low
+    high = low
+    if WHOLE > 0:
+        low = tl.load(block + 68 + i).to(tl.int32)
+    if WHOLE > 1:
+        middle = tl.load(block + (68 + n) + i).to(tl.int32)
+    if WHOLE > 2:
+        high = tl.load(block + (68 + 2 * n) + i).to(tl.int32)
+    return low, middle, high
+
+
+@triton.jit
+def _load_plane_rows(block, i, n, WHOLE: tl.constexpr):
+    """The same for four rows."""
+    l0, m0, h0 = _load_planes(block, i, n, WHOLE)
+    l1, m1, h1 = _load_planes(block, i + 32, n, WHOLE)
+    l2, m2, h2 = _load_planes(block, i + 64, n, WHOLE)
+    l3, m3, h3 = _load_planes(block, i + 96, n, WHOLE)
+    return l0, m0, h0, l1, m1, h1, l2, m2, h2, l3, m3, h3
+
+
+@triton.jit
+def _plain_row(
+    x, at, seen, least, i, low, middle, high, block, table, out, lowest, upper,
     WHOLE: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr, ADD: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a block in coding 0 whose values all have fields of WHOLE bytes. Returns the least exponent, too."""
+    x, at, seen, entry = _pop_exponents(x, at, seen, i >= 0, block, table, lowest, upper, EXPONENT, False, INTERPRET)
+    field = (low | (middle << 8) | (high << 16)) << (FIELD - 8 * WHOLE)
+    store_row(out, i, _join(entry, field, ITEM, FIELD), i >= 0, ADD, ITEM, False)
+    return x, at, seen, tl.minimum(least, entry)
+
+
+@triton.jit
+def _four_plain_rows(
+    x, at, seen, least, i, l0, m0, h0, l1, m1, h1, l2, m2, h2, l3, m3, h3, block, table, out, lowest, upper,
+    WHOLE: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr, ADD: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    x, at, seen, least = _plain_row(
+        x, at, seen, least, i, l0, m0, h0, block, table, out, lowest, upper,
+        WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+    )  # fmt: skip
+    x, at, seen, least = _plain_row(
+        x, at, seen, least, i + 32, l1, m1, h1, block, table, out, lowest, upper,
+        WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+    )  # fmt: skip
+    x, at, seen, least = _plain_row(
+        x, at, seen, least, i + 64, l2, m2, h2, block, table, out, lowest, upper,
+        WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+    )  # fmt: skip
+    return _plain_row(
+        x, at, seen, least, i + 96, l3, m3, h3, block, table, out, lowest, upper,
+        WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plain_rows(
+    x, at, seen, block, table, out, lowest, upper, n, never,
+    WHOLE: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr, ADD: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """All rows (a multiple of 8) of a block in coding 0 whose values all have fields of WHOLE bytes.
+
+    Returns the least exponent, too. While four rows are decoded, the fields of the next four are on their way.
+    """
     lane = tl.arange(0, 32)
     least = tl.full((32,), 0x7FFFFFFF, tl.int32)
-    down: tl.constexpr = FIELD - 8 * WHOLE
-    for first in range(0, n, 128):
-        for row in tl.static_range(0, 128, 32):
-            i = first + row + lane
-            field = i * 0
-            if WHOLE > 0:
-                field = tl.load(block + 68 + i).to(tl.int32) << down
-            if WHOLE > 1:
-                field |= tl.load(block + (68 + n) + i).to(tl.int32) << (down + 8)
-            if WHOLE > 2:
-                field |= tl.load(block + (68 + 2 * n) + i).to(tl.int32) << (down + 16)
-            x, at, seen, entry = _pop_exponents(x, at, seen, i < n, block, table, lowest, upper, EXPONENT, False, INTERPRET)
-            least = tl.minimum(least, entry)
-            store_row(out, i, _join(entry, field, ITEM, FIELD), i < n, ADD, ITEM, False)
+    touched = lane
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab = _load_plane_rows(block, lane, n, WHOLE)
+    for first in range(0, n, 256):
+        i = first + lane
+        b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, ba, bb = _load_plane_rows(block, i + 128, n, WHOLE)
+        seen |= touched & never
+        touched = _touch(block, at + (4 * lane - 384))
+        x, at, seen, least = _four_plain_rows(
+            x, at, seen, least, i, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab, block, table, out, lowest, upper,
+            WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+        )  # fmt: skip
+        j = tl.minimum(first + 256, n - 256) + lane
+        a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, aa, ab = _load_plane_rows(block, j, n, WHOLE)
+        seen |= touched & never
+        touched = _touch(block, at + (4 * lane - 384))
+        x, at, seen, least = _four_plain_rows(
+            x, at, seen, least, i + 128, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, ba, bb, block, table, out, lowest, upper,
+            WHOLE, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+        )  # fmt: skip
     return x, at, seen, least
 
 
@@ -188,13 +294,11 @@ def _pop_chunk(x, at, width, block, lowest, upper, J: tl.constexpr, INTERPRET: t
 
 @triton.jit
 def _lane_row(
-    x, at, seen, fields, i, block, table, out, floor, second, start, lowest, upper, n, c0, c1, c2, shift,
+    x, at, seen, fields, i, a, b, block, table, out, lowest, upper, n, c0, c1, c2, shift,
     CODING: tl.constexpr, FLOOR: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A row in coding 1 or 2. `fields` counts each lane's values that are not 0."""
+    """A row in coding 1 or 2. `fields` counts each lane's values that are not 0; floors are made from a and b."""
     present = i < n
-    if CODING == 1:
-        f = load_floors(floor, second, start + i, present, c0, c1, c2, shift, FLOOR, MASKED)
     x, at, seen, entry = _pop_exponents(x, at, seen, present, block, table, lowest, upper, 8, MASKED, INTERPRET)
     e = (entry >> 23) & 255
     there = e > 0
@@ -203,7 +307,7 @@ def _lane_row(
         cut = tl.where(there, 6 * (x & 3), 0)
         x, at = _pop(x, at, tl.where(there, 2, 0), block, lowest, upper, INTERPRET)
     else:
-        cut = 23 - kept_bits(e, f)
+        cut = 23 - kept_bits(e, make_floors(a, b, c0, c1, c2, shift, FLOOR))
     width = tl.where(there, 24 - cut, 0)
     widest = tl.max(width, 0)
     x, at, bits = _pop_chunk(x, at, width, block, lowest, upper, 0, INTERPRET)
@@ -219,11 +323,14 @@ def _lane_row(
 
 @triton.jit
 def _decode_lanes(
-    x, head, block, end, table, out, floor, second, start, n, c0, c1, c2, shift,
+    x, head, block, end, table, out, floor, second, start, n, c0, c1, c2, shift, never,
     CODING: tl.constexpr, FLOOR: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr,
     ADD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a dense block with final states `x`; returns status bits."""
+    """All rows of a dense block with final states `x`; returns status bits.
+
+    What is touched must seem to matter, else the compiler drops it; `never` is 0, but only the host knows that.
+    """
     lane = tl.arange(0, 32)
     lower = (1 << lane) - 1
     upper = ~lower
@@ -237,28 +344,31 @@ def _decode_lanes(
     seen = tl.full((32,), 0, tl.int32)
     fields = n * 0
     if CODING == 0:
-        if (m == n) & (rest == 0) & (n % 128 == 0):
+        if (m == n) & (rest == 0) & (n % 256 == 0):
             if whole == 0:
                 x, at, seen, least = _plain_rows(
-                    x, at, seen, block, table, out, lowest, upper, n, 0, ITEM, EXPONENT, FIELD, ADD, INTERPRET
+                    x, at, seen, block, table, out, lowest, upper, n, never, 0, ITEM, EXPONENT, FIELD, ADD, INTERPRET
                 )
             elif whole == 1:
                 x, at, seen, least = _plain_rows(
-                    x, at, seen, block, table, out, lowest, upper, n, 1, ITEM, EXPONENT, FIELD, ADD, INTERPRET
+                    x, at, seen, block, table, out, lowest, upper, n, never, 1, ITEM, EXPONENT, FIELD, ADD, INTERPRET
                 )
             elif ITEM == 4 and whole == 2:
                 x, at, seen, least = _plain_rows(
-                    x, at, seen, block, table, out, lowest, upper, n, 2, ITEM, EXPONENT, FIELD, ADD, INTERPRET
+                    x, at, seen, block, table, out, lowest, upper, n, never, 2, ITEM, EXPONENT, FIELD, ADD, INTERPRET
                 )
             else:
                 x, at, seen, least = _plain_rows(
-                    x, at, seen, block, table, out, lowest, upper, n, 3 if ITEM == 4 else 1, ITEM, EXPONENT, FIELD, ADD, INTERPRET
+                    x, at, seen, block, table, out, lowest, upper, n, never, 3 if ITEM == 4 else 1, ITEM, EXPONENT, FIELD, ADD, INTERPRET
                 )
             # With `pruned`, a value with exponent 0 would have no field.
             fields = tl.where((pruned > 0) & (tl.min(least, 0) < (1 << 23)), -1, m)
         else:
             before = tl.full((32,), 0, tl.int32)
+            touched = lane
             for first in range(0, n, 32):
+                seen |= touched & never
+                touched = _touch(block, at + (4 * lane - 384))
                 x, at, seen, before = _fixed_row(
                     x, at, seen, before, first + lane, block, table, out, lowest, upper, lower, m, n, whole, rest,
                     pruned, down, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
@@ -266,15 +376,39 @@ def _decode_lanes(
             fields = tl.max(before, 0)
     else:
         count = tl.full((32,), 0, tl.int32)
-        for first in range(0, n // 32 * 32, 32):
+        paired = n // 64 * 64
+        a, b, touched = lane, lane, lane
+        if CODING == 1:
+            floor += start
+            second += start
+            a, b = load_floor_inputs(floor, second, lane, lane < n, FLOOR, True)
+        for first in range(0, paired, 64):
+            # While a row is decoded, what the next row's floors are made of is on its way.
+            i = first + lane
+            c, d = lane, lane
+            if CODING == 1:
+                c, d = load_floor_inputs(floor, second, i + 32, i < n, FLOOR, False)
+            seen |= touched & never
+            touched = _touch(block, at + (4 * lane - 512))
             x, at, seen, count = _lane_row(
-                x, at, seen, count, first + lane, block, table, out, floor, second, start, lowest, upper, n,
-                c0, c1, c2, shift, CODING, FLOOR, ADD, False, INTERPRET,
+                x, at, seen, count, i, a, b, block, table, out, lowest, upper, n, c0, c1, c2, shift,
+                CODING, FLOOR, ADD, False, INTERPRET,
             )  # fmt: skip
-        if n % 32 > 0:
+            if CODING == 1:
+                a, b = load_floor_inputs(floor, second, tl.minimum(first + 64, n - 32) + lane, i < n, FLOOR, False)
+            seen |= touched & never
+            touched = _touch(block, at + (4 * lane - 512))
             x, at, seen, count = _lane_row(
-                x, at, seen, count, n // 32 * 32 + lane, block, table, out, floor, second, start, lowest, upper, n,
-                c0, c1, c2, shift, CODING, FLOOR, ADD, True, INTERPRET,
+                x, at, seen, count, i + 32, c, d, block, table, out, lowest, upper, n, c0, c1, c2, shift,
+                CODING, FLOOR, ADD, False, INTERPRET,
+            )  # fmt: skip
+        for first in range(paired, n, 32):
+            i = first + lane
+            if CODING == 1:
+                a, b = load_floor_inputs(floor, second, i, i < n, FLOOR, True)
+            x, at, seen, count = _lane_row(
+                x, at, seen, count, i, a, b, block, table, out, lowest, upper, n, c0, c1, c2, shift,
+                CODING, FLOOR, ADD, True, INTERPRET,
             )  # fmt: skip
         fields = tl.sum(count, 0)
     wrong = (x != 256) | (at != lowest) | ((seen & _IMPOSSIBLE) != 0)
@@ -285,7 +419,7 @@ def _decode_lanes(
 
 @triton.jit
 def _decode_dense(
-    block, words, table, lookup, out, floor, second, start, n, c0, c1, c2, shift,
+    block, words, table, lookup, out, floor, second, start, n, c0, c1, c2, shift, never,
     CODING: tl.constexpr, FLOOR: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr,
     ADD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -321,19 +455,19 @@ def _decode_dense(
             _write_block_table(lookup, base, single, table, EXPONENT)
             tl.debug_barrier()
             status = _decode_lanes(
-                states, head, block, end, table, out, floor, second, start, n, c0, c1, c2, shift,
+                states, head, block, end, table, out, floor, second, start, n, c0, c1, c2, shift, never,
                 CODING, FLOOR, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
             )  # fmt: skip
     return status
 
 
-_NUMBERS = ["body_bytes", "n_values", "n_blocks", "index_at", "blocks_at", "c0", "c1", "c2", "shift"]
+_NUMBERS = ["body_bytes", "n_values", "n_blocks", "index_at", "blocks_at", "c0", "c1", "c2", "shift", "ahead", "never"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["data", "out", "floor", "second"])
 def decode_blocks(
     data, lookup, sums, out, floor, second, status, scratch,
-    body_bytes, n_values, n_blocks, index_at, blocks_at, c0, c1, c2, shift,
+    body_bytes, n_values, n_blocks, index_at, blocks_at, c0, c1, c2, shift, ahead, never,
     CODING: tl.constexpr, FLOOR: tl.constexpr, ITEM: tl.constexpr, EXPONENT: tl.constexpr, FIELD: tl.constexpr,
     ADD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -364,6 +498,16 @@ def decode_blocks(
         here = data + (blocks_at + 4 * place)
         target = out + start
         fault = n * 0
+        if not INTERPRET:
+            # Blocks ahead are about as long as this one.
+            later = blocks_at + 4 * (place + words * ahead.to(tl.int64))
+            for part in tl.static_range(0, 4):
+                line = 128 * (32 * part + tl.arange(0, 32))
+                if part * 4096 < 4 * words:
+                    prefetch(data, later + line, body_bytes)
+            if CODING == 1:
+                if block + ahead < n_blocks:
+                    prefetch_floors(floor, second, start + ahead.to(tl.int64) * 4096, n_values, FLOOR)
         if uniform((end > body_bytes).to(tl.int32)) > 0:
             fault = n * 0 + SHORT_BODY
         else:
@@ -387,7 +531,7 @@ def decode_blocks(
             elif kind == 1:
                 fault |= _decode_dense(
                     here, words, table, lookup + block // 32 * LOOKUP_STRIDE, target, floor, second, start, n,
-                    c0, c1, c2, shift, CODING, FLOOR, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
+                    c0, c1, c2, shift, never, CODING, FLOOR, ITEM, EXPONENT, FIELD, ADD, INTERPRET,
                 )  # fmt: skip
             elif kind == 2:
                 if words == 0:

@@ -85,11 +85,19 @@ def or_of_all(v, INTERPRET: tl.constexpr):
         return tl.reduce(tl.reduce(v, 1, _or), 0, _or)
 
 
+@triton.jit
+def prefetch(pointer, at, end):
+    """Asks for the lines of 128 bytes from byte `at` (any tensor) of a buffer of `end` bytes to come to the L2 cache."""
+    address = pointer.to(tl.int64) + tl.minimum(at, end - 1)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
 # --- Floors ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def load(pointer, mask, MASKED: tl.constexpr):
+    """A load that is masked, with 0 elsewhere, or not."""
     if MASKED:
         return tl.load(pointer, mask=mask, other=0)
     else:
@@ -97,18 +105,46 @@ def load(pointer, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_floors(floor, second, at, mask, c0, c1, c2, shift, FLOOR: tl.constexpr, MASKED: tl.constexpr):
+def load_floor_inputs(floor, second, at, mask, FLOOR: tl.constexpr, MASKED: tl.constexpr):
+    """What floors are made of: given ones, or the bit patterns of theta and second moment."""
+    a = load(floor + at, mask, MASKED).to(tl.int32)
+    if FLOOR == THETA_SECOND_FLOOR:
+        return a, load(second + at, mask, MASKED)
+    else:
+        return a, a
+
+
+@triton.jit
+def make_floors(a, b, c0, c1, c2, shift, FLOOR: tl.constexpr):
     """The floor of each value, int32; KEEP_EXACT where the value stays exact."""
     if FLOOR == INT8_FLOOR:
-        given = load(floor + at, mask, MASKED).to(tl.int32)
-        return tl.where(given == -128, KEEP_EXACT, tl.minimum(given + shift, 127))
+        return tl.where(a == -128, KEEP_EXACT, tl.minimum(a + shift, 127))
     else:
-        theta = (load(floor + at, mask, MASKED) >> 23) & 255
+        theta = (a >> 23) & 255
         f = theta + c0
         if FLOOR == THETA_SECOND_FLOOR:
-            f += tl.maximum(((load(second + at, mask, MASKED) >> 23) & 255) + c1, c2) >> 1
+            f += tl.maximum(((b >> 23) & 255) + c1, c2) >> 1
         # min(min(f, 127) + shift, 127) is min(f + shift, 127) because shift >= 0
         return tl.where((theta == 0) | (f < -127), KEEP_EXACT, tl.minimum(f + shift, 127))
+
+
+@triton.jit
+def load_floors(floor, second, at, mask, c0, c1, c2, shift, FLOOR: tl.constexpr, MASKED: tl.constexpr):
+    a, b = load_floor_inputs(floor, second, at, mask, FLOOR, MASKED)
+    return make_floors(a, b, c0, c1, c2, shift, FLOOR)
+
+
+@triton.jit
+def prefetch_floors(floor, second, start, n_values, FLOOR: tl.constexpr):
+    """Brings what a block's floors are made of to the L2 cache."""
+    line = 128 * tl.arange(0, 32)
+    if FLOOR == INT8_FLOOR:
+        prefetch(floor, start + line, n_values)
+    elif FLOOR != NO_FLOOR:
+        for part in tl.static_range(0, 16384, 4096):
+            prefetch(floor, 4 * start + part + line, 4 * n_values)
+            if FLOOR == THETA_SECOND_FLOOR:
+                prefetch(second, 4 * start + part + line, 4 * n_values)
 
 
 @triton.jit
@@ -179,25 +215,36 @@ def _map_to_any_grid(v, f):
 
 
 @triton.jit
-def _map_to_usual_grid(v, f):
-    """The same for f <= 103: adding 2^(f+23) leaves a sum whose last place is 2^f, so the adder rounds."""
-    magnitude = v & 0x7FFFFFFF
-    exponent = magnitude >> 23
+def _flush(v, INTERPRET: tl.constexpr):
+    """+0 for -0 and subnormals."""
+    if INTERPRET:
+        return tl.where((v & _INFINITY) == 0, 0, v)
+    else:
+        return tl.inline_asm_elementwise("add.ftz.f32 $0, $1, 0f00000000;", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _map_to_usual_grid(v, e, f, INTERPRET: tl.constexpr):
+    """The same for f <= 103 and e < 255: adding 2^(f+23) leaves a sum whose last place is 2^f, so the adder rounds."""
+    v = _flush(v, INTERPRET)
     anchor = (((f + 150) << 23) | (v & _SIGN)).to(tl.float32, bitcast=True)
     rounded = ((v.to(tl.float32, bitcast=True) + anchor) - anchor).to(tl.int32, bitcast=True)
-    on_grid = exponent >= f + 150  # 23 bits are kept; Inf and NaN as well
-    q = tl.where(on_grid, v, rounded)
-    q = tl.where(magnitude > _INFINITY, (v & _SIGN) | _QUIET_NAN, q)
-    q = tl.where(exponent == 0, 0, q)
+    q = tl.where(e >= f + 150, v, rounded)  # on the grid already
     e = (q >> 23) & 255
     return q, tl.where(e == 0, 0, tl.minimum(e - f - 126, 24))  # a multiple of 2^f that is not 0 has e >= f + 127
 
 
 @triton.jit
-def map_near(v, f, highest_floor):
-    """Near mode: the nearest multiple of 2^f, ties to even multiples. `highest_floor`: no f is above."""
-    if highest_floor > _MAX_FLOAT_FLOOR:
+def near_limit(v, f):
+    """Above 103 where a value cannot be mapped by `_map_to_usual_grid`."""
+    return tl.maximum(f, ((v >> 23) & 255) - 151)
+
+
+@triton.jit
+def map_near(v, f, limit, INTERPRET: tl.constexpr):
+    """Near mode: the nearest multiple of 2^f, ties to even multiples. `limit`: the largest near_limit."""
+    if limit > _MAX_FLOAT_FLOOR:
         q, width = _map_to_any_grid(v, f)
     else:
-        q, width = _map_to_usual_grid(v, f)
+        q, width = _map_to_usual_grid(v, (v >> 23) & 255, f, INTERPRET)
     return q, width

@@ -50,7 +50,7 @@ def sparse_costs(
         symbol = tl.where(e == 0, 0, (e - base - (e <= base).to(tl.int32)) & 255)
         length = tl.load(codes + segment * CODE_STRIDE + symbol) >> 8
         code_bits += tl.sum(tl.where(here, tl.where(length == 0, escape, length), 0), 0)
-    code_bits = tl.where(single, 0, code_bits)
+    code_bits = tl.where(single > 0, 0, code_bits)
     low = low_width(m, n)
     sparse_bits = 32 + m * (low + 3) + ((n - 1) >> low) + distances + kept
     return distances, kept, sparse_bits, 544 + code_bits + m + kept
