@@ -161,8 +161,8 @@ def test_the_limit_limits() -> None:
     free = emulate.run(["true"], hosts=2, rate=None).rates
     assert limited is not None
     assert free is not None
-    for rate in (limited.one_flow, *limited.ring):
-        assert 20e6 < rate < 115e6
+    assert limited.one_flow > 10e6
+    assert max(limited.one_flow, *limited.ring) < 115e6
     assert free.one_flow > 3 * limited.one_flow
 
 

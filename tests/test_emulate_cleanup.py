@@ -113,6 +113,8 @@ def test_no_process_stays_on_the_loopback(number: signal.Signals, environment: d
     process = _start([sys.executable, "-c", BARE, "none", "sh", "-c", ENDLESS], environment)
     process.send_signal(number)
     process.communicate()
+    if number == signal.SIGINT:
+        assert _marked(environment[MARK]) == [], "when it returns, all is gone"
     _assert_gone(environment[MARK])
 
 

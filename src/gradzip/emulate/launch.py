@@ -40,6 +40,7 @@ _SWITCHES = (  # what forbids user namespaces, its forbidding value, and one tha
     ("user.max_net_namespaces", "0", "15000"),
 )
 _SYSCTL = Path("/proc/sys")
+_PATIENCE = 20.0  # seconds, for a supervisor that is left alone; CUDA's service may take most of it
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,15 @@ class _Run:
                 self._follow(reports, on_line, lambda rates: None)
                 raise
             finally:
-                supervisor.kill()  # does nothing to one that has ended; a second Ctrl-C does not wait
-                supervisor.wait()
+                # One that still runs, after a second Ctrl-C say, kills its ranks when it finds itself alone.
+                reports.close()
                 with suppress(BrokenPipeError):
                     supervisor.stdin.close()
+                try:
+                    supervisor.wait(_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    supervisor.kill()
+                    supervisor.wait()
         if self._seconds is None:
             raise EmulationError(f"the supervisor of the emulated hosts died with exit code {supervisor.returncode}")
         codes = tuple(self._codes[rank] for rank in range(self._job.cluster.world))

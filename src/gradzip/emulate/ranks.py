@@ -74,8 +74,10 @@ class Ranks:
             stream.finish()
 
     def kill(self) -> None:
-        """Ends whatever still runs, at once."""
+        """Ends whatever still runs, at once, and waits for it."""
         self._signal(signal.SIGKILL)
+        for _, process in self._running.values():
+            process.wait()
 
     def _read(self, stream: _Stream) -> None:
         if not stream.read():
