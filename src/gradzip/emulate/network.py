@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def burst_bytes(rate: int) -> int:
     """What may pass a limit at once after a pause: 1 ms of the rate.
 
-    A message of this size passes free, so it is small; at a tenth of it the limit would starve on timer delays.
+    A message of this size passes free, so it is small; much smaller, and timer delays would eat into the rate.
     """
     return max(rate // 8 // 1000, 8000)
 
