@@ -1,0 +1,177 @@
+"""Frames that are kept: what each is made of, and where it lies (tests/golden/v0).
+
+    python tests/goldens.py     writes them anew; refused once the format is of a version that is kept for ever
+
+Inputs come from integer arithmetic alone, so that no change of a random generator can touch them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from handmade import HANDMADE
+
+from gradzip import Codec, Context, Floor, parse, wire
+from gradzip.codecs import books
+from gradzip.codecs.books import Book
+
+FOLDER = Path(__file__).parent / "golden" / "v0"
+LARGEST = 9000  # bytes of a frame: they stay in the repository for ever
+
+
+def hashed(numel: int, salt: int) -> np.ndarray:
+    """32 bits for each index, by the mix of the frame's checksum."""
+    x = (np.arange(numel, dtype=np.uint64) * 0x9E3779B9 + salt * 0x85EBCA6B) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ x >> np.uint64(shift)) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+    return (x ^ x >> np.uint64(16)).astype(np.uint32)
+
+
+def falling(numel: int, salt: int, top: int, bits: int = 32) -> np.ndarray:
+    """Exponent fields like those of gradients: each one below `top` is half as frequent as that above it."""
+    noise = hashed(numel, salt).astype(np.int64)
+    trailing_zeros = sum((noise % (1 << k) == 0).astype(np.int64) for k in range(1, bits))
+    return np.maximum(top - trailing_zeros, 1)
+
+
+def float32(exponent: np.ndarray, salt: int) -> np.ndarray:
+    """Bit patterns with those exponent fields and any sign and mantissa."""
+    noise = hashed(exponent.size, salt)
+    return (noise & 0x80000000) | (exponent.astype(np.uint32) << 23) | (noise & 0x7FFFFF)
+
+
+def gradient(numel: int, salt: int) -> np.ndarray:
+    bits = float32(falling(numel, salt, 118), salt + 1)
+    return np.where(hashed(numel, salt + 2) % 16 == 0, 0, bits).astype(np.uint32)
+
+
+def mostly_zero(numel: int, salt: int) -> np.ndarray:
+    return np.where(hashed(numel, salt) % 64 == 0, gradient(numel, salt), 0).astype(np.uint32)
+
+
+def odd_ones(numel: int, salt: int) -> np.ndarray:
+    """A gradient with what is no ordinary number in it."""
+    odd = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0xFFABCDEF, 0x80000000, 1, 0x807FFFFF, 0x7F7FFFFF], np.uint32)
+    picked = odd[hashed(numel, salt + 3) % odd.size]
+    return np.where(hashed(numel, salt + 4) % 32 == 0, picked, gradient(numel, salt)).astype(np.uint32)
+
+
+def tensor(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int32).copy()).view(torch.float32)
+
+
+def tensor16(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(bits.astype(np.uint16).view(np.int16).copy()).view(dtype)
+
+
+def halves(numel: int, salt: int) -> np.ndarray:
+    """float16 patterns: exponents of 5 bits."""
+    noise = hashed(numel, salt)
+    return (noise & 0x8000) | falling(numel, salt, 14, bits=12).astype(np.uint32) << 10 | (noise >> 16 & 0x3FF)
+
+
+def given_floor(numel: int, salt: int, grid: int) -> torch.Tensor:
+    floors = grid + (hashed(numel, salt) % 5).astype(np.int64) - 2
+    return torch.from_numpy(np.where(hashed(numel, salt + 1) % 50 == 0, -128, floors).astype(np.int8))
+
+
+def rule(numel: int, salt: int, second: bool) -> Floor:
+    theta = tensor(
+        np.where(hashed(numel, salt) % 40 == 0, 0, float32(falling(numel, salt, 124), salt)).astype(np.uint32)
+    )
+    moment = tensor(float32(falling(numel, salt + 5, 90), salt + 6) & 0x7FFFFFFF) if second else None
+    return Floor(theta, moment, c0=-134 - (45 if second else 0), c1=1, c2=80)
+
+
+def fixed_book() -> Book:
+    lengths = torch.zeros(256, dtype=torch.uint8)
+    lengths[[0, 255, 1, 254, 2, 253]] = torch.tensor([4, 1, 3, 3, 4, 4], dtype=torch.uint8)
+    return Book(0xB00C, lengths)
+
+
+@dataclass(frozen=True)
+class Golden:
+    codec: str
+    x: torch.Tensor
+    floor: torch.Tensor | Floor | None = None
+    shift: int = 0
+    check: bool = False
+
+    def context(self) -> Context:
+        ctx = Context("layer.weight", step=7, seed=11, floor=self.floor, shift=self.shift)
+        if "book=shared" in self.codec:
+            ctx.state["book"] = fixed_book()
+            books.install(fixed_book())
+        return ctx
+
+    def parsed(self) -> Codec:
+        return parse(self.codec)
+
+    def encode(self) -> bytes:
+        return self.parsed().encode(self.x, self.context(), check=self.check).numpy().tobytes()
+
+
+def goldens() -> dict[str, Golden]:
+    lossless, near, paper = "gcomp:mode=lossless", "gcomp", "gcomp:mode=paper"
+    exact = gradient(1500, 1)
+    two_blocks = gradient(4096 + 300, 2)
+    frames = {
+        "lossless-float32": Golden(lossless, tensor(exact)),
+        "lossless-float32-checked": Golden(lossless, tensor(exact[:500]), check=True),
+        "lossless-odd-ones": Golden(lossless, tensor(odd_ones(1500, 3))),
+        "lossless-random-bits": Golden(lossless, tensor(hashed(1500, 4))),
+        "lossless-one-exponent": Golden(lossless, tensor(float32(np.full(1500, 120), 5))),
+        "lossless-zeros": Golden(lossless, torch.zeros(3 * 4096 + 7)),
+        "lossless-empty": Golden(lossless, torch.zeros(0)),
+        "lossless-one-value": Golden(lossless, tensor(exact[1:2])),
+        "lossless-trailing-zero-bits": Golden(lossless, tensor(two_blocks & 0xFFFF0000)),
+        "lossless-limit-2": Golden(f"{lossless},limit=2", tensor(exact)),
+        "lossless-shared-book": Golden(f"{lossless},book=shared", tensor(exact)),
+        "lossless-bfloat16": Golden(lossless, tensor16(two_blocks >> 16, torch.bfloat16)),
+        "lossless-float16": Golden(lossless, tensor16(halves(4096 + 100, 6), torch.float16)),
+        "lossless-float16-random-bits": Golden(lossless, tensor16(hashed(1501, 7) >> 16, torch.float16)),
+        "keep-0": Golden("gcomp:keep=0", tensor(two_blocks)),
+        "keep-7": Golden("gcomp:keep=7", tensor(two_blocks)),
+        "keep-12-truncate": Golden("gcomp:keep=12,round=truncate", tensor(odd_ones(2000, 8))),
+        "keep-23": Golden("gcomp:keep=23", tensor(odd_ones(1500, 9))),
+        "near-int8": Golden(near, tensor(two_blocks), given_floor(two_blocks.size, 10, -17)),
+        "near-odd-ones": Golden(near, tensor(odd_ones(2000, 11)), given_floor(2000, 12, -16)),
+        "near-sparse": Golden(near, tensor(mostly_zero(3 * 4096 + 900, 13)), given_floor(3 * 4096 + 900, 14, -18)),
+        "near-rule": Golden(near, tensor(two_blocks), rule(two_blocks.size, 15, second=False)),
+        "near-rule-second-shift": Golden(near, tensor(two_blocks), rule(two_blocks.size, 16, second=True), shift=3),
+        "paper-int8": Golden(paper, tensor(odd_ones(2200, 17)), given_floor(2200, 18, 4)),
+        "paper-rule": Golden(paper, tensor(gradient(2200, 19)), rule(2200, 20, second=True)),
+        "identity": Golden("identity", tensor(exact[:300])),
+        "cast-bf16": Golden("cast:to=bf16", tensor(exact[:300])),
+        "cast-fp16": Golden("cast:to=fp16", tensor(exact[:300])),
+        "topk": Golden("topk:ratio=0.05", tensor(exact)),
+        "randomk": Golden("randomk:ratio=0.05", tensor(exact)),
+    }
+    return frames
+
+
+def all_frames() -> dict[str, Callable[[], bytes]]:
+    """Every file by its name, and what makes it."""
+    made: dict[str, Callable[[], bytes]] = {name: golden.encode for name, golden in goldens().items()}
+    return made | {f"handmade-{name}": frame.encode for name, frame in HANDMADE.items()}
+
+
+def write() -> None:
+    if wire.VERSION != 0:
+        sys.exit(f"refused: frames of format version {wire.VERSION} are kept as they are; only version 0 may change")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, encode in all_frames().items():
+        data = encode()
+        path = FOLDER / f"{name}.bin"
+        state = "new" if not path.exists() else "same" if path.read_bytes() == data else "changed"
+        path.write_bytes(data)
+        print(f"{state:8}{len(data):6} bytes  {name}")
+
+
+if __name__ == "__main__":
+    write()
