@@ -188,7 +188,8 @@ def _step(codec: GComp, x: torch.Tensor, floor: torch.Tensor | Floor | None) -> 
 def _best_times(
     encode: Callable[[], object], decode: Callable[[], object], x: torch.Tensor, rounds: int, patience: float
 ) -> tuple[float, float, float]:
-    source, target = x.numpy(), np.zeros(x.numel(), np.float32)
+    # Memory of the same kind as the codecs' own: NumPy's arrays have huge pages, which makes copies a fifth faster.
+    source, target = x.clone().numpy(), torch.zeros_like(x).numpy()
     jobs: tuple[Callable[[], object], ...] = (lambda: np.copyto(target, source), encode, decode)
     best = [float("inf")] * len(jobs)
     with one_core():
