@@ -60,7 +60,11 @@ def test_near_is_the_nearest_multiple(pairs: list[tuple[float, int]]) -> None:
     assert np.array_equal(mapped(x, "near", floor), expected)
 
 
-@given(st.lists(st.integers(-(1 << 24), 1 << 24), min_size=1, max_size=60), st.integers(-100, 90), st.integers(1, 22))
+@given(
+    st.lists(st.integers(-20, 20) | st.integers(-(1 << 24), 1 << 24), min_size=1, max_size=60),
+    st.integers(-100, 90),
+    st.integers(1, 4) | st.integers(1, 22),
+)
 def test_near_ties_go_to_even_multiples(numbers: list[int], exponent: int, above: int) -> None:
     """Small integers times a power of two lie right between the grid's points again and again."""
     x = np.array(numbers) * 2.0**exponent
@@ -77,6 +81,18 @@ def test_keep_rounds_to_nearest_even(values: list[float], keep: int) -> None:
     x = np.array(values)
     expected = np.where(normal(x), to_grid(x, last_place(x, keep)), 0.0)
     assert np.array_equal(mapped(x, "keep", keep=keep), expected)
+
+
+@pytest.mark.parametrize("keep", range(23))
+def test_keep_ties_go_to_even_multiples(keep: int) -> None:
+    """With no bit kept that is the larger magnitude: 1.5 lies between one and two steps of 1."""
+    steps = np.array([1, 1 + 2.0**-keep, 1.5, 2 - 2.0**-keep])
+    steps = steps[(steps < 2) & (steps * 2.0**keep % 1 == 0)]
+    ties = np.outer(2.0 ** np.arange(-126, 127), steps + 2.0 ** -(keep + 1)).ravel()
+    result = mapped(ties, "keep", keep=keep)
+    assert np.array_equal(result, to_grid(ties, last_place(ties, keep)))
+    assert np.all(result / last_place(ties, keep) % 2 == 0)
+    assert np.array_equal(mapped(-ties, "keep", keep=keep), -result)
 
 
 @given(st.lists(floats32, min_size=1, max_size=60), st.integers(0, 23))
