@@ -54,43 +54,6 @@ std::vector<std::string> isas() {
     return names;
 }
 
-// --- Values ---
-
-uint32_t make_float(Random& random, int shape, int center) {
-    uint32_t sign = uint32_t(random.below(2)) << 31, mantissa = uint32_t(random.below(1 << 23));
-    auto clamp = [](int e) { return uint32_t(e < 1 ? 1 : e > 254 ? 254 : e); };
-    static const uint32_t special[] = {0, 0x80000000, 1, 0x807fffff, 0x00800000, 0x7f7fffff, 0x7f800000, 0xff800000,
-                                       0x7fc00000, 0xff812345, 0x3f800000};
-    switch (shape) {
-        case 0: {  // like a gradient: a few exponents, the larger the rarer
-            int e = center;
-            while (e > center - 20 && random.chance(45)) e--;
-            return sign | clamp(e) << 23 | mantissa;
-        }
-        case 1: return random.chance(94) ? 0 : sign | clamp(center - random.range(0, 6)) << 23 | mantissa;
-        case 2: return sign | clamp(center) << 23 | mantissa;                       // one exponent
-        case 3: return special[random.below(std::size(special))];
-        case 4: return uint32_t(random.bits());                                     // incompressible
-        case 5: return sign | clamp(center - random.range(0, 9)) << 23 | (mantissa & 0x7f0000);  // from bfloat16
-        case 6: return random.chance(2) ? special[random.below(std::size(special))] : make_float(random, 0, center);
-        default: return 0;
-    }
-}
-
-std::vector<uint8_t> make_values(Random& random, uint64_t n, int dtype, int center) {
-    const int item = dtype == GZ_FLOAT32 ? 4 : 2;
-    std::vector<uint8_t> bytes(n * uint64_t(item));
-    int shape = random.range(0, 7);
-    for (uint64_t i = 0; i < n; i++) {
-        if (i % kBlockValues == 0 && random.chance(60)) shape = random.range(0, 7);
-        uint32_t u = make_float(random, shape, center);
-        if (dtype == GZ_BFLOAT16) u >>= 16;
-        if (dtype == GZ_FLOAT16) u = (u >> 16 & 0x8000) | ((u >> 23) % 32) << 10 | (u >> 13 & 1023);
-        std::memcpy(bytes.data() + i * uint64_t(item), &u, size_t(item));
-    }
-    return bytes;
-}
-
 // --- One case: a tensor, how it is coded, and its body ---
 
 struct Case {
@@ -120,16 +83,6 @@ struct Floors {
                  isa.c_str(), static_cast<unsigned long long>(c.n), c.job.dtype, c.job.mode, c.job.keep, c.job.limit,
                  c.job.shift, c.job.book, static_cast<long long>(a), static_cast<long long>(b));
     std::abort();
-}
-
-std::vector<uint8_t> encode(const Case& c, const std::string& isa) {
-    gz_set_isa(isa.c_str());
-    Floors floors(c);
-    Buffer values(c.values, c.offset), lengths(c.lengths), out(gz_bound(c.n, c.job.dtype), c.offset);
-    int64_t size = gz_encode(&c.job, values.data, c.n, c.has_floor() ? &floors.rule : nullptr,
-                             c.lengths.empty() ? nullptr : lengths.data, out.data, out.size, 1);
-    if (size < 0) fail("encoding failed", c, isa, size);
-    return out.first(size_t(size));
 }
 
 struct Decoded {
@@ -198,7 +151,56 @@ void check(const Case& c, const std::vector<uint8_t>& body, bool add, bool ring,
     tally->accepted += !first.code;
 }
 
+#if !defined(GRADZIP_LIBFUZZER)  // libFuzzer makes and damages its cases itself
+
+// --- Values ---
+
+uint32_t make_float(Random& random, int shape, int center) {
+    uint32_t sign = uint32_t(random.below(2)) << 31, mantissa = uint32_t(random.below(1 << 23));
+    auto clamp = [](int e) { return uint32_t(e < 1 ? 1 : e > 254 ? 254 : e); };
+    static const uint32_t special[] = {0, 0x80000000, 1, 0x807fffff, 0x00800000, 0x7f7fffff, 0x7f800000, 0xff800000,
+                                       0x7fc00000, 0xff812345, 0x3f800000};
+    switch (shape) {
+        case 0: {  // like a gradient: a few exponents, the larger the rarer
+            int e = center;
+            while (e > center - 20 && random.chance(45)) e--;
+            return sign | clamp(e) << 23 | mantissa;
+        }
+        case 1: return random.chance(94) ? 0 : sign | clamp(center - random.range(0, 6)) << 23 | mantissa;
+        case 2: return sign | clamp(center) << 23 | mantissa;                       // one exponent
+        case 3: return special[random.below(std::size(special))];
+        case 4: return uint32_t(random.bits());                                     // incompressible
+        case 5: return sign | clamp(center - random.range(0, 9)) << 23 | (mantissa & 0x7f0000);  // from bfloat16
+        case 6: return random.chance(2) ? special[random.below(std::size(special))] : make_float(random, 0, center);
+        default: return 0;
+    }
+}
+
+std::vector<uint8_t> make_values(Random& random, uint64_t n, int dtype, int center) {
+    const int item = dtype == GZ_FLOAT32 ? 4 : 2;
+    std::vector<uint8_t> bytes(n * uint64_t(item));
+    int shape = random.range(0, 7);
+    for (uint64_t i = 0; i < n; i++) {
+        if (i % kBlockValues == 0 && random.chance(60)) shape = random.range(0, 7);
+        uint32_t u = make_float(random, shape, center);
+        if (dtype == GZ_BFLOAT16) u >>= 16;
+        if (dtype == GZ_FLOAT16) u = (u >> 16 & 0x8000) | ((u >> 23) % 32) << 10 | (u >> 13 & 1023);
+        std::memcpy(bytes.data() + i * uint64_t(item), &u, size_t(item));
+    }
+    return bytes;
+}
+
 // --- Making cases ---
+
+std::vector<uint8_t> encode(const Case& c, const std::string& isa) {
+    gz_set_isa(isa.c_str());
+    Floors floors(c);
+    Buffer values(c.values, c.offset), lengths(c.lengths), out(gz_bound(c.n, c.job.dtype), c.offset);
+    int64_t size = gz_encode(&c.job, values.data, c.n, c.has_floor() ? &floors.rule : nullptr,
+                             c.lengths.empty() ? nullptr : lengths.data, out.data, out.size, 1);
+    if (size < 0) fail("encoding failed", c, isa, size);
+    return out.first(size_t(size));
+}
 
 uint64_t make_size(Random& random) {
     uint64_t kind = random.below(1000);
@@ -367,6 +369,7 @@ std::vector<uint8_t> damaged(const Case& c, const std::vector<uint8_t>& other, R
     return body;
 }
 
+#endif
 }  // namespace
 
 #if defined(GRADZIP_LIBFUZZER)

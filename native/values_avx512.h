@@ -126,33 +126,41 @@ inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t*
 // Near mode: the mapping of map_value<GZ_NEAR> and the lane part of its result in one pass.
 // Adding C = 2^(f+23) to |x| < C rounds |x| to a multiple of 2^f, ties to even, and leaves that multiple in the low
 // bits of the sum; larger |x| are on the grid already. Right for finite x and f <= 104, which the caller checks.
+// Ordinary floors are -124 to 104: then |x| below 2^-126 falls to zero by itself, and no value is to stay exact.
+template <bool Ordinary>
 inline __m512i near16(const uint32_t* x, const int8_t* floor, __m512i* width, __m512i* largest) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512i implicit = _mm512_set1_epi32(0x800000);
+    const __m512i implicit = _mm512_set1_epi32(0x800000), mantissa = _mm512_set1_epi32(0x7fffff);
     __m512i u = _mm512_loadu_si512(x);
     __m512i f = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(floor)));
     __m512i magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
     *largest = _mm512_max_epu32(*largest, magnitude);
     __m512i c = _mm512_slli_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(150)), 23);
     __m512i sum = _mm512_castps_si512(_mm512_add_round_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(c), nearest));
-    __mmask16 exact = _mm512_cmpge_epu32_mask(magnitude, c) | _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact));
-    __mmask16 normal = _mm512_cmpge_epu32_mask(magnitude, implicit);
-    __m512i multiple = _mm512_maskz_sub_epi32(normal, sum, c);  // from its leading one down
-    multiple = _mm512_mask_mov_epi32(multiple, exact & normal, _mm512_ternarylogic_epi32(magnitude, _mm512_set1_epi32(0x7fffff), implicit, 0xea));
-    __m512i kept = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(multiple));  // -1 for zeros
-    __m512i e = _mm512_add_epi32(kept, _mm512_add_epi32(f, _mm512_set1_epi32(127)));
-    e = _mm512_mask_mov_epi32(e, exact, _mm512_srli_epi32(magnitude, 23));
+    __mmask16 exact = _mm512_cmpge_epu32_mask(magnitude, c);
+    __m512i multiple = _mm512_sub_epi32(sum, c);  // from its leading one down
+    if (!Ordinary) {
+        exact |= _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact));
+        __mmask16 normal = _mm512_cmpge_epu32_mask(magnitude, implicit);
+        exact &= normal;
+        multiple = _mm512_maskz_mov_epi32(normal, multiple);
+    }
+    multiple = _mm512_mask_or_epi32(multiple, exact, _mm512_and_si512(magnitude, mantissa), implicit);
+    __m512i zeros = _mm512_lzcnt_epi32(multiple);
+    __m512i kept = _mm512_sub_epi32(_mm512_set1_epi32(31), zeros);  // -1 for zeros
+    __m512i e = _mm512_add_epi32(_mm512_sub_epi32(_mm512_set1_epi32(158), zeros), f);  // f + 127 + kept
+    e = _mm512_mask_srli_epi32(e, exact, magnitude, 23);
     // The lane part has the sign where the multiple has its leading one. For zeros that shift is out of range: no bit.
     __m512i leading = _mm512_maskz_sllv_epi32(__mmask16(~_mm512_movepi32_mask(u)), _mm512_set1_epi32(1), kept);
-    *width = _mm512_add_epi32(kept, _mm512_set1_epi32(1));
-    __mmask16 nonzero = _mm512_test_epi32_mask(multiple, multiple);
-    return _mm512_or_si512(_mm512_xor_si512(multiple, leading), _mm512_maskz_slli_epi32(nonzero, e, 24));
+    *width = _mm512_sub_epi32(_mm512_set1_epi32(32), zeros);
+    __m512i top = _mm512_maskz_slli_epi32(_mm512_test_epi32_mask(multiple, multiple), e, 24);
+    return _mm512_ternarylogic_epi32(multiple, leading, top, 0xbe);  // (multiple ^ leading) | top
 }
 
-// The mapped values themselves are not stored; mapped_values() makes them where a block needs them after all.
+template <bool Ordinary>
 inline Split split_near(const BlockIn& in, Scratch& s) {
     Gatherer stats;
-    __m512i widest = _mm512_setzero_si512(), largest = widest, coarsest = _mm512_set1_epi8(kExact);
+    __m512i widest = _mm512_setzero_si512(), largest = widest;
     for (int i = 0; i < in.n; i += 64) {
         const uint32_t* x = static_cast<const uint32_t*>(in.values) + i;
         const int8_t* floor = in.floor + i;
@@ -163,25 +171,38 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
             std::memcpy(padded, x, size_t(in.n - i) * 4);
             x = padded;
         }
-        coarsest = _mm512_mask_max_epi8(coarsest, here, coarsest, _mm512_loadu_si512(floor));
         __m512i packed[4], plane[4], width[4];
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-            packed[k] = near16(x + 16 * k, floor + 16 * k, &width[k], &largest);
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(s.width + i + 16 * k), _mm512_cvtepi32_epi8(width[k]));
-        }
-        widest = _mm512_max_epi32(widest, _mm512_max_epi32(_mm512_max_epi32(width[0], width[1]), _mm512_max_epi32(width[2], width[3])));
+        for (int k = 0; k < 4; k++) packed[k] = near16<Ordinary>(x + 16 * k, floor + 16 * k, &width[k], &largest);
+        __m512i low = _mm512_max_epi32(width[0], width[1]), high = _mm512_max_epi32(width[2], width[3]);
+        widest = _mm512_max_epi32(widest, _mm512_max_epi32(low, high));
+        // Widths are small: two vectors fit into the halves of one, so that half as many narrowings do.
+        __m512i pair0 = _mm512_packus_epi32(width[0], width[1]), pair1 = _mm512_packus_epi32(width[2], width[3]);
+        const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        _mm512_storeu_si512(s.width + i, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(pair0, pair1)));
         to_planes(packed, plane);
 #pragma GCC unroll 3
         for (int j = 0; j < 3; j++) _mm512_storeu_si512(s.chunk[j] + i, plane[j]);
         _mm512_storeu_si512(s.exponent + i, plane[3]);
         stats.add_exponents(plane[3], here);
     }
-    // Infinities, NaN and grids so coarse that C does not exist are rare: the plain mapping does the whole block again.
-    if (_mm512_reduce_max_epu32(largest) >= 0x7f800000u || _mm512_cmpgt_epi8_mask(coarsest, _mm512_set1_epi8(104)))
-        return split_values_plain(in, s);
+    // Infinities and NaN are rare: the plain mapping does the whole block again.
+    if (_mm512_reduce_max_epu32(largest) >= 0x7f800000u) return split_values_plain(in, s);
     int chunks = (_mm512_reduce_max_epi32(widest) + 7) / 8;
+    // The mapped values themselves are not stored; mapped_values() makes them where a block needs them after all.
     return {nullptr, stats.finish(in.n), false, chunks};
+}
+
+inline Split split_near(const BlockIn& in, Scratch& s) {
+    __m512i coarsest = _mm512_set1_epi8(kExact), finest = _mm512_set1_epi8(127);
+    for (int i = 0; i < in.n; i += 64) {
+        __mmask64 here = values_here(in.n, i);
+        __m512i f = _mm512_loadu_si512(in.floor + i);
+        coarsest = _mm512_mask_max_epi8(coarsest, here, coarsest, f);
+        finest = _mm512_mask_min_epi8(finest, here, finest, f);
+    }
+    if (_mm512_cmpgt_epi8_mask(coarsest, _mm512_set1_epi8(104))) return split_values_plain(in, s);
+    return _mm512_cmplt_epi8_mask(finest, _mm512_set1_epi8(-124)) ? split_near<false>(in, s) : split_near<true>(in, s);
 }
 
 inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
