@@ -166,10 +166,14 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
         const int8_t* floor = in.floor + i;
         __mmask64 here = values_here(in.n, i);
         alignas(64) uint32_t padded[64];
-        if (__builtin_expect(here != ~__mmask64(0), 0)) {
+        int8_t padded_floor[64];
+        if (__builtin_expect(here != ~__mmask64(0), 0)) {  // zeros on an ordinary grid
             std::memset(padded, 0, sizeof padded);
+            std::memset(padded_floor, 0, sizeof padded_floor);
             std::memcpy(padded, x, size_t(in.n - i) * 4);
+            std::memcpy(padded_floor, floor, size_t(in.n - i));
             x = padded;
+            floor = padded_floor;
         }
         __m512i packed[4], plane[4], width[4];
 #pragma GCC unroll 4
