@@ -110,6 +110,7 @@ bool build_table(const uint8_t* lengths, CodeTable* table) {
             table->consumed[i] = uint8_t(length);
         }
     }
+    for (int s = 0; s < 256; s++) table->entry[s] = uint16_t(table->code[s] | table->length[s] << 8);
     return true;
 }
 

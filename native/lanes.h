@@ -70,6 +70,12 @@ inline uint8_t exponent_of(int symbol, int base) {
     int sum = symbol + base;
     return symbol == 0 ? 0 : uint8_t(sum + (sum > 255));
 }
+// The entries of a table by exponent. Symbols are exponents turned round the base, so two copies do it.
+inline void entries_by_exponent(const CodeTable& table, int base, uint16_t* entries) {
+    entries[0] = table.entry[0];
+    std::memcpy(entries + 1, table.entry + 256 - base, size_t(base) * 2);
+    std::memcpy(entries + 1 + base, table.entry + 1, size_t(255 - base) * 2);
+}
 inline int kept_near(int exponent, int floor) {
     if (floor == kExact || exponent == 255) return 23;
     int kept = exponent - 127 - floor;
@@ -92,12 +98,8 @@ struct Lane {
 inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out) {
     uint32_t x[kLanes];
     for (uint32_t& state : x) state = 256;
-    // The symbol's code by exponent, so that the inner loop has one look-up.
     uint16_t code_of[256];
-    for (int e = 0; e < 256; e++) {
-        int s = symbol_of(e, in.base);
-        code_of[e] = uint16_t(in.table->code[s] | in.table->length[s] << 8);
-    }
+    entries_by_exponent(*in.table, in.base, code_of);
     uint32_t any_escape = 0;
     for (int row = (in.n - 1) / kLanes; row >= 0; row--) {
         int start = row * kLanes, here = in.n - start < kLanes ? in.n - start : kLanes;

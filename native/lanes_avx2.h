@@ -58,11 +58,12 @@ inline void widen(const uint8_t* bytes, __m256i words[2]) {
 
 inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out) {
     States s{{_mm256_set1_epi16(256), _mm256_set1_epi16(256)}};
+    // All look-ups first: a vector load right behind the narrow stores that it covers would have to wait for them.
     uint16_t code_of[256];
-    for (int e = 0; e < 256; e++) {
-        int symbol = symbol_of(e, in.base);
-        code_of[e] = uint16_t(in.table->code[symbol] | in.table->length[symbol] << 8);
-    }
+    alignas(32) uint16_t codes[kBlock + kLanes];
+    entries_by_exponent(*in.table, in.base, code_of);
+    for (int i = 0; i < in.n; i++) codes[i] = code_of[in.exponent[i]];
+    std::memset(codes + in.n, 0, kLanes * sizeof(uint16_t));
     bool any_escape = false;
     for (int row = (in.n - 1) / kLanes; row >= 0; row--) {
         const int start = row * kLanes, here = in.n - start < kLanes ? in.n - start : kLanes;
@@ -95,19 +96,12 @@ inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out) 
             push_bytes();
         }
         if (in.single) continue;
-        alignas(32) uint16_t entry[kLanes];
-        if (here == kLanes) {
-#pragma GCC unroll 8
-            for (int j = 0; j < kLanes; j++) entry[j] = code_of[in.exponent[start + j]];
-        } else {
-            for (int j = 0; j < kLanes; j++) entry[j] = j < here ? code_of[in.exponent[start + j]] : 0;
-        }
-        const __m256i* entries = reinterpret_cast<const __m256i*>(entry);
+        const __m256i* entries = reinterpret_cast<const __m256i*>(codes + start);
         __m256i seen = _mm256_or_si256(_mm256_load_si256(entries), _mm256_load_si256(entries + 1));
         if (__builtin_expect(_mm256_movemask_epi8(seen) & int(0xaaaaaaaa), 0)) {  // kEscaped is a word's top bit
             any_escape = true;
             for (int j = 0; j < kLanes; j++) {
-                bool escaped = entry[j] & (kEscaped << 8);
+                bool escaped = codes[start + j] & (kEscaped << 8);
                 count[j] = escaped ? 8 : 0;
                 part[j] = escaped ? in.exponent[start + j] : 0;
             }

@@ -43,6 +43,7 @@ struct alignas(64) CodeTable {
     uint8_t length[256];   // | kEscaped
     uint8_t symbol[256];   // by the low 8 bits of a state
     uint8_t consumed[256];  // length of that symbol's code, | kEscaped for the escape
+    uint16_t entry[256];    // code | length << 8, by symbol
 };
 // False if the lengths are no complete code.
 bool build_table(const uint8_t* lengths, CodeTable* table);
