@@ -23,6 +23,8 @@ inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent
 inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
 
 
+using plain::find_nonzero;
+
 #include "values.h"
 
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }

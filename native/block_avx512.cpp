@@ -62,6 +62,21 @@ inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
     return 0;
 }
 
+// Positions of the non-zero exponents; writes up to 32 places ahead.
+inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
+    const __m512i first = _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                                                22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
+    int found = 0;
+    for (int i = 0; i < n; i += 32) {
+        __m256i e = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponent + i));
+        __mmask32 nonzero = _mm256_test_epi8_mask(e, e) & lanes_here(n, i / kLanes);
+        __m512i index = _mm512_add_epi16(first, _mm512_set1_epi16(short(i)));
+        _mm512_storeu_si512(position + found, _mm512_maskz_compress_epi16(nonzero, index));
+        found += __builtin_popcount(nonzero);
+    }
+    return found;
+}
+
 #include "values.h"
 #include "values_avx512.h"
 #include "sparse.h"

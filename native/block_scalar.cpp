@@ -25,6 +25,8 @@ inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::m
 
 using plain::encode_lanes;
 
+using plain::find_nonzero;
+
 #include "values.h"
 
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }

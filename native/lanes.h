@@ -84,6 +84,22 @@ inline int kept_near(int exponent, int floor) {
 
 namespace plain {
 
+// Positions of the non-zero exponents; most of a sparse block is skipped eight values at a time.
+inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
+    int found = 0;
+    for (int i = 0; i < n; i += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, exponent + i, 8);
+        if (n - i < 8) eight &= (uint64_t(1) << (8 * (n - i))) - 1;
+        while (eight) {
+            int byte = __builtin_ctzll(eight) / 8;
+            position[found++] = uint16_t(i + byte);
+            eight &= ~(uint64_t(255) << (8 * byte));
+        }
+    }
+    return found;
+}
+
 struct Lane {
     static void push(uint32_t& x, uint32_t bits, int count, uint8_t*& out) {
         uint32_t full = (x << count) >> 16 != 0;

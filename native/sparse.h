@@ -1,47 +1,32 @@
-// The sparse form of near mode (docs/format.md, "Sparse block"). Included like values.h.
+// The sparse form of near mode (docs/format.md, "Sparse block"). Included like values.h;
+// find_nonzero is a stage of the instruction set.
 
+// Bits from the lowest up. Writes whole words, up to 8 bytes ahead, because a branch on what is full would often miss.
 struct BitWriter {
     uint8_t* at;
     uint64_t held = 0;
-    int count = 0;
-    void put(uint64_t bits, int n) {  // n <= 32; writes up to 4 bytes ahead
+    int count = 0;  // below 8 between calls
+    void put(uint64_t bits, int n) {  // n <= 32
         held |= bits << count;
         count += n;
-        if (count >= 32) {
-            store32(at, uint32_t(held));
-            at += 4;
-            held >>= 32;
-            count -= 32;
-        }
+        std::memcpy(at, &held, 8);
+        at += count >> 3;
+        held >>= count & ~7;
+        count &= 7;
     }
     void one_after(int zeros) {  // so many zeros, then a one
         for (; zeros >= 32; zeros -= 32) put(0, 32);
         put(uint64_t(1) << zeros, zeros + 1);
     }
     void finish() {  // to the next whole byte
-        for (; count > 0; count -= 8, held >>= 8) *at++ = uint8_t(held);
+        *at = uint8_t(held);
+        at += count > 0;
         held = 0;
         count = 0;
     }
 };
 
 inline int low_bits(int m, int n) { return 31 - __builtin_clz(uint32_t(n / m)); }
-
-// Positions of the non-zero exponents; most of a sparse block is skipped eight values at a time.
-inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
-    int found = 0;
-    for (int i = 0; i < n; i += 8) {
-        uint64_t eight;
-        std::memcpy(&eight, exponent + i, 8);
-        if (n - i < 8) eight &= (uint64_t(1) << (8 * (n - i))) - 1;
-        while (eight) {
-            int byte = __builtin_ctzll(eight) / 8;
-            position[found++] = uint16_t(i + byte);
-            eight &= ~(uint64_t(255) << (8 * byte));
-        }
-    }
-    return found;
-}
 
 // Returns the size of the sparse form, or -1 where another form is chosen.
 inline int encode_sparse(const BlockIn& in, const Split& split, uint8_t* out, Scratch& scratch) {
@@ -50,7 +35,7 @@ inline int encode_sparse(const BlockIn& in, const Split& split, uint8_t* out, Sc
     const int n = in.n, m = int(s.nonzero);
     if (2 * m > n) return -1;
     const int low = low_bits(m, n);
-    uint16_t position[kBlock / 2 + 8];
+    uint16_t position[kBlock / 2 + 32];
     uint8_t kept[kBlock / 2];
     uint16_t distance[kBlock / 2];
     find_nonzero(exponent, n, position);
