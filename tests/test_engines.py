@@ -143,6 +143,18 @@ def test_blocks_of_every_kind_occur() -> None:
     assert [words > 0 for _, words in near] == [True, False, True, True]
 
 
+@pytest.mark.parametrize("tail", [1, 15, 16, 17, 63, 64, 65, 100])
+def test_an_earlier_block_leaves_no_trace(tail: int) -> None:
+    """Vectors reach beyond a short block, into what a longer one left in the scratch memory."""
+    loud = [make(Recipe(("bits",) * 4, 0, "bits", mode=mode, floor="coarse", seed=20)) for mode in MODES]
+    for mode in MODES:
+        for kind in ("constant", "zeros", "rare", "few special"):
+            for case in loud:
+                decode(native, encode(native, case), case)
+            for depth in (-3, 2):
+                check_identity(make(Recipe((), tail, kind, mode=mode, depth=depth, seed=tail)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_do_not_matter(mode: str) -> None:
     numel = 5 * SEGMENT + 5
