@@ -84,8 +84,8 @@ GZ_API int64_t gz_decode_add_encode(const uint8_t* body, uint64_t size, int32_t 
 // Sampled symbol counts, 256 per segment.
 GZ_API int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts);
 
-// Code lengths of `rows` histograms of 256 counts.
-GZ_API void gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t limit, uint8_t* lengths);
+// Code lengths of `rows` histograms of 256 counts, at most `limit` (1-8) each. Returns 0.
+GZ_API int64_t gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t limit, uint8_t* lengths);
 
 // The floors that a rule gives, as int8.
 GZ_API void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out);

@@ -116,6 +116,8 @@ bool build_table(const uint8_t* lengths, CodeTable* table) {
 
 }  // namespace gz
 
-extern "C" void gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t limit, uint8_t* lengths) {
+extern "C" int64_t gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t limit, uint8_t* lengths) {
+    if (limit < 1 || limit > gz::kMaxLimit) return GZ_BAD_ARGUMENT;
     for (uint64_t row = 0; row < rows; row++) gz::code_lengths(counts + 256 * row, limit, lengths + 256 * row);
+    return 0;
 }

@@ -43,8 +43,9 @@ def install(book: Book) -> None:
 
 def current(ctx: Context) -> Book:
     """The book that an encoder uses: the context's, or the prior."""
-    book = ctx.state.get("book")
-    return book if book is not None else _known[PRIOR_ID]
+    book: Book = ctx.state.get("book") or _known[PRIOR_ID]
+    install(book)
+    return book
 
 
 def lengths(book_id: int, numel: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ def _load() -> ctypes.CDLL:
             [pointer, u64, i32, pointer, pointer, pointer, u64, pointer, pointer, pointer, u64],
         ),
         "gz_histogram": (i64, [pointer, pointer, u64, pointer, pointer]),
-        "gz_code_lengths": (None, [pointer, u64, i32, pointer]),
+        "gz_code_lengths": (i64, [pointer, u64, i32, pointer]),
         "gz_floors": (None, [pointer, u64, pointer]),
         "gz_checksum": (u64, [pointer, u64, u64]),
         "gz_isa": (ctypes.c_char_p, []),
@@ -202,7 +202,8 @@ def code_lengths(histograms: torch.Tensor, limit: int = 8) -> torch.Tensor:
     """Code lengths for each row of (segments, 256) counts."""
     counts = histograms.to("cpu", torch.int64).contiguous()
     lengths = torch.empty(counts.shape, dtype=torch.uint8)
-    _library.gz_code_lengths(counts.data_ptr(), counts.shape[0], limit, lengths.data_ptr())
+    if _library.gz_code_lengths(counts.data_ptr(), counts.shape[0], limit, lengths.data_ptr()) < 0:
+        raise Unsupported(f"codes of at most {limit} bits: choose 1 to 8")
     return lengths
 
 
