@@ -67,6 +67,7 @@ constexpr size_t kMaxDense = kDenseHead + kBlock * 7 + 256;  // 50 bits per valu
 struct alignas(64) Scratch {
     uint32_t mapped[kRoom];
     uint32_t part[kRoom];     // lane bits, before they are cut into chunks
+    uint32_t wide[kRoom];     // what will be narrowed to bytes
     GZ_GUARD(1)
     uint8_t exponent[kRoom];
     GZ_GUARD(2)

@@ -188,34 +188,47 @@ void join_fields(const uint8_t* GZ_RESTRICT exponent, const uint8_t* const plane
 
 // --- The lane part of near and paper mode ---
 
-// The lane part of near and paper mode: widths and chunks of mapped values; returns the highest chunk that occurs.
+// The lane part of near and paper mode: its bits, and their number.
 template <bool Near>
-int split_lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTRICT floor, Scratch& s) {
-    uint8_t *GZ_RESTRICT width = s.width, *GZ_RESTRICT level = s.level;
-    uint32_t* GZ_RESTRICT part = s.part;
-    uint32_t widest = 0;
+void lane_part(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTRICT floor, uint32_t* GZ_RESTRICT part,
+               uint32_t* GZ_RESTRICT width) {
     for (int i = 0; i < n; i++) {
         uint32_t u = q[i], e = u >> 23 & 255;
         int kept = int(e) - 127 - floor[i];
         if (Near) {
-            kept = kept < 0 ? 0 : kept > 23 ? 23 : kept;
+            kept = kept < 0 ? 0 : kept;
+            kept = kept > 23 ? 23 : kept;
             kept = floor[i] == kExact ? 23 : kept;
             kept = e == 255 ? 23 : kept;
         } else {
             kept = 23 - 6 * int(paper_level(e, floor[i]));
         }
-        uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept), w = uint32_t(kept) + 1;
+        uint32_t bits = (u >> 31) << kept | (u & 0x7fffff) >> (23 - kept);
         part[i] = e ? bits : 0;
-        w = e ? w : 0;
-        width[i] = uint8_t(w);
-        widest = w > widest ? w : widest;
+        width[i] = e ? uint32_t(kept) + 1 : 0;
     }
-    for (int c = 0; c < 3; c++) {
-        uint8_t* GZ_RESTRICT chunk = s.chunk[c];
-        for (int i = 0; i < n; i++) chunk[i] = uint8_t(part[i] >> (8 * c));
+}
+
+inline void narrow(const uint32_t* GZ_RESTRICT from, int n, int shift, uint8_t* GZ_RESTRICT to) {
+    for (int i = 0; i < n; i++) to[i] = uint8_t(from[i] >> shift);
+}
+
+inline void paper_levels(const uint32_t* GZ_RESTRICT q, int n, const int8_t* GZ_RESTRICT floor, uint32_t* GZ_RESTRICT level) {
+    for (int i = 0; i < n; i++) level[i] = paper_level(q[i] >> 23 & 255, floor[i]);
+}
+
+// Puts widths and chunks where the lanes want them; returns the highest chunk that occurs.
+template <bool Near>
+int split_lane_part(const uint32_t* q, int n, const int8_t* floor, Scratch& s) {
+    lane_part<Near>(q, n, floor, s.part, s.wide);
+    uint32_t widest = 0;
+    for (int i = 0; i < n; i++) widest = s.wide[i] > widest ? s.wide[i] : widest;
+    narrow(s.wide, n, 0, s.width);
+    for (int c = 0; c < 3; c++) narrow(s.part, n, 8 * c, s.chunk[c]);
+    if (!Near) {
+        paper_levels(q, n, floor, s.wide);
+        narrow(s.wide, n, 0, s.level);
     }
-    if (!Near)
-        for (int i = 0; i < n; i++) level[i] = uint8_t(paper_level(q[i] >> 23 & 255, floor[i]));
     return int(widest + 7) / 8;
 }
 
