@@ -50,8 +50,14 @@ def test_prior_book_is_as_its_script_writes_it(bench: Path) -> None:
 def test_tables_of_the_exponent_experiment_are_those_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ROOT / "experiments/exponents"
     monkeypatch.syspath_prepend(str(folder))
-    import tables
+    import make_tables
 
     assert Path(tables.__file__).parent == folder
     readme = (folder / "README.md").read_text()
     assert tables.filled(readme) == readme, "run python experiments/exponents/tables.py"
+
+
+def test_benchmark_page_follows_its_csv(bench: Path) -> None:
+    import make_tables
+
+    assert make_tables.PAGE.read_text() == make_tables.page(), "run python bench/make_tables.py"
