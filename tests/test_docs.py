@@ -50,7 +50,7 @@ def test_prior_book_is_as_its_script_writes_it(bench: Path) -> None:
 def test_tables_of_the_exponent_experiment_are_those_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ROOT / "experiments/exponents"
     monkeypatch.syspath_prepend(str(folder))
-    import make_tables
+    import tables
 
     assert Path(tables.__file__).parent == folder
     readme = (folder / "README.md").read_text()
