@@ -1,5 +1,5 @@
 // One block, in the order of docs/format.md. Included once per instruction set, inside a namespace of that name that
-// provides the stages (see block_scalar.cpp):
+// provides the stages (see stages.h):
 //   Split split_values(in, scratch, planes)    maps the values, finds exponents and statistics
 //   compress_bytes, expand_bytes               drop and restore the bytes of pruned values
 //   encode_lanes, decode_dense_lanes           the lanes of one block, of several blocks

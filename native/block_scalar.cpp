@@ -5,40 +5,9 @@ namespace gz {
 namespace {
 namespace scalar {
 
-inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
-    for (int i = 0; i < n; i++) {
-        *to = from[i];
-        to += exponent[i] != 0;
-    }
-}
-
-inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent, int n, uint8_t* to) {
-    const uint8_t* end = from + count;
-    for (int i = 0; i < n; i++) {
-        to[i] = exponent[i] && from < end ? *from : 0;
-        from += exponent[i] != 0;
-    }
-}
-
-inline void copy_out(void* out, const void* values, size_t bytes, bool) { std::memcpy(out, values, bytes); }
-
-
 using plain::encode_lanes;
 
-using plain::find_nonzero;
-
-#include "values.h"
-
-inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
-inline bool join_full(const uint8_t*, const uint8_t* const*, int, const Target&) { return false; }
-inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
-
-inline int decode_dense_lanes(const LaneOutput* lanes, int count) {
-    for (int i = 0; i < count; i++)
-        if (int error = plain::decode_lanes(lanes[i])) return error;
-    return 0;
-}
-
+#include "stages.h"
 #include "sparse.h"
 #include "block.h"
 
