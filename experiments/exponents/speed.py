@@ -86,7 +86,7 @@ class _Plain:
                 lengths[symbol] = length
         self.codes, self.lengths = (np.ascontiguousarray(a) for a in huffman.codes(lengths))
         self.mean_bits = float((counts * lengths).sum() / counts.sum())
-        self.library, self.out = library, np.zeros(symbols.size, np.uint32)
+        self.compiled, self.out = library, np.zeros(symbols.size, np.uint32)
         self.stream = np.zeros(symbols.size + 16, np.uint8)
         library.pack(*self._pointers(symbols, symbols.size), self.stream.ctypes.data_as(ctypes.c_void_p))
         for decode in (self.walk, self.look_up):
@@ -95,10 +95,10 @@ class _Plain:
             assert (self.out >> 23 == symbols).all()
 
     def walk(self) -> None:
-        self.library.walk(*self._pointers(self.stream, self.out.size), self.out.ctypes.data_as(ctypes.c_void_p))
+        self.compiled.walk(*self._pointers(self.stream, self.out.size), self.out.ctypes.data_as(ctypes.c_void_p))
 
     def look_up(self) -> None:
-        self.library.look_up(*self._pointers(self.stream, self.out.size), self.out.ctypes.data_as(ctypes.c_void_p))
+        self.compiled.look_up(*self._pointers(self.stream, self.out.size), self.out.ctypes.data_as(ctypes.c_void_p))
 
     def _pointers(self, data: np.ndarray, size: int) -> tuple[object, ...]:
         arrays = [a.ctypes.data_as(ctypes.c_void_p) for a in (data, self.codes, self.lengths)]
