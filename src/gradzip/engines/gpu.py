@@ -1,4 +1,4 @@
-"""The GComp body on a GPU, in Triton: launches the kernels of gpu_encode, gpu_decode and gpu_tables.
+"""The GComp body on a GPU, in Triton: launches the kernels of the modules gpu_*.
 
 Same bytes as the reference engine. `encode` synchronises once, to learn the size (and once before it where it has
 to find code lengths); `decode` once, to learn whether the payload was sound. CUDA tensors, or CPU tensors under
@@ -14,7 +14,17 @@ from functools import cache
 import torch
 
 from ..errors import Corrupt, EngineError, Truncated, Unsupported
-from . import gpu_decode, gpu_encode, gpu_lanes, gpu_statistics, gpu_tables
+from . import (
+    gpu_decode,
+    gpu_encode,
+    gpu_lanes,
+    gpu_mapping,
+    gpu_measure,
+    gpu_rows,
+    gpu_sparse,
+    gpu_statistics,
+    gpu_tables,
+)
 from .gpu_lanes import INTERPRETED
 from .gpu_tables import code_lengths as code_lengths  # part of the engine's interface
 from .layout import (
@@ -23,7 +33,6 @@ from .layout import (
     FIXED,
     NEAR,
     PAPER,
-    FloatLayout,
     Floor,
     Job,
     blocks_of,
@@ -35,13 +44,12 @@ from .layout import (
 
 NAME = "triton"
 
-# Programs (warps) per multiprocessor. More hide latency better; fewer keep their scratch memory in the L2 cache.
-ENCODE_PROGRAMS = 16
-DECODE_PROGRAMS = 32
-# How many blocks ahead of its own a program has input brought to the L2 cache.
-ENCODE_AHEAD = 512
-DECODE_AHEAD = 512
-
+# Programs (warps) per multiprocessor: more hide latency better, as far as registers and caches suffice.
+MEASURE_PROGRAMS = 24
+MEASURE_REGISTERS = 128  # at the most, so that 16 programs fit
+WRITE_PROGRAMS = 20
+DECODE_PROGRAMS = 20
+DECODE_AHEAD = 512  # how many blocks ahead of its own a program has input brought to the L2 cache
 _FAULTS: list[tuple[int, type[Exception], str]] = [
     (gpu_tables.BAD_HEAD.value, Corrupt, "reserved or contradictory bits in the head of the gcomp body"),
     (gpu_tables.BAD_TABLE.value, Corrupt, "a code table is no complete code"),
@@ -60,7 +68,7 @@ _FAULTS: list[tuple[int, type[Exception], str]] = [
     (gpu_decode.BAD_FIELDS.value, Corrupt, "a dense block holds another number of values than its head says"),
     (gpu_decode.STRAY_SPARSE.value, Corrupt, "a sparse block in a frame that is not in near mode"),
     (
-        gpu_decode.BAD_SPARSE.value,
+        gpu_sparse.BAD_SPARSE.value,
         Corrupt,
         "a sparse block contradicts itself (or the floors differ from the encoder's)",
     ),
@@ -99,23 +107,27 @@ def encode(
     segments, n_blocks = segments_of(x.numel()), blocks_of(x.numel())
     index_at, blocks_at = index_offset(x.numel(), job.book), blocks_offset(x.numel(), job.book)
     book = job.book - (1 << 32) if job.book >= 1 << 31 else job.book
-    words = out[: out.numel() // 4 * 4].view(torch.int32)
     with _on(x.device):
         space = _workspace(x.device)
         codes = space.get("codes", segments * gpu_tables.CODE_STRIDE.value, torch.int32)
-        claims = space.get("claims", n_blocks, torch.int64)
-        programs = min(n_blocks, ENCODE_PROGRAMS * space.processors)
-        scratch = space.get("scratch", programs * gpu_encode.SCRATCH_BYTES.value, torch.uint8)
+        sums = space.get("sums", -(-n_blocks // gpu_lanes.GROUP.value), torch.int32)
+        records = space.get("records", 2 * n_blocks, torch.int32)
+        measurers = min(n_blocks, MEASURE_PROGRAMS * space.processors)
+        writers = min(n_blocks, WRITE_PROGRAMS * space.processors)
+        fixed = source.coding == FIXED
+        per_measurer = gpu_measure.FIXED_SCRATCH.value if fixed else gpu_measure.LANES_SCRATCH.value
+        per_writer = gpu_encode.FIXED_SCRATCH.value if fixed else gpu_encode.LANES_SCRATCH.value
+        scratch = space.get("scratch", max(measurers * per_measurer, writers * per_writer), torch.uint8)
         gpu_tables.prepare_encode[(segments,)](
-            lengths, codes, out, words, claims, space.counters, space.status,
-            source.coding, book, n_blocks, blocks_at, num_warps=1,
+            lengths, codes, out, sums, space.status, source.coding, book, n_blocks, blocks_at, num_warps=1
+        )
+        gpu_measure.measure_blocks[(measurers,)](
+            source.x, source.floor, source.second, codes, out, sums, records, scratch,
+            x.numel(), n_blocks, index_at, *source.numbers, num_warps=1, maxnreg=MEASURE_REGISTERS, **source.constants,
         )  # fmt: skip
-        gpu_encode.encode_blocks[(programs,)](
-            source.x, source.floor, source.second, codes, out, words.view(torch.int16), claims, space.counters,
-            space.status, space.result, scratch, x.numel(), n_blocks, index_at, blocks_at,
-            source.c0, source.c1, source.c2, job.shift, job.keep, ENCODE_AHEAD,
-            CODING=source.coding, MODE=source.mode, FLOOR=source.floor_kind, ITEM=source.layout.item_bytes,
-            EXPONENT=source.layout.exponent_bits, FIELD=source.layout.field_bits, INTERPRET=INTERPRETED, num_warps=1,
+        gpu_encode.write_blocks[(writers,)](
+            source.x, source.floor, source.second, codes, out, sums, records, space.status, space.result, scratch,
+            x.numel(), n_blocks, index_at, blocks_at, *source.numbers, num_warps=1, **source.constants,
         )  # fmt: skip
         space.wait()
     size, status = space.result.tolist()
@@ -162,13 +174,10 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
         with _on(x.device):
+            constants = {name: value for name, value in source.constants.items() if name != "CODING"}
             gpu_statistics.sample_symbols[(blocks_of(x.numel()),)](
-                source.x, source.floor, source.second, counts, x.numel(),
-                source.c0, source.c1, source.c2, job.shift, job.keep,
-                MODE=source.mode, FLOOR=source.floor_kind, ITEM=source.layout.item_bytes,
-                EXPONENT=source.layout.exponent_bits, FIELD=source.layout.field_bits, INTERPRET=INTERPRETED,
-                num_warps=1,
-            )  # fmt: skip
+                source.x, source.floor, source.second, counts, x.numel(), *source.numbers, num_warps=1, **constants
+            )
     return counts.to(torch.int64)
 
 
@@ -177,49 +186,64 @@ def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = No
 
 @dataclass(frozen=True)
 class _Source:
-    """A job's input, as the kernels take it: bit patterns, and where floors come from."""
+    """A job's input, as the kernels take it: values, where floors come from, numbers and compile-time constants."""
 
     x: torch.Tensor
-    layout: FloatLayout
-    coding: int
-    mode: int
     floor: torch.Tensor
     second: torch.Tensor
-    floor_kind: int
-    c0: int
-    c1: int
-    c2: int
+    coding: int
+    numbers: tuple[int, ...]
+    constants: dict[str, int]
 
     @classmethod
     def of(cls, x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None) -> _Source:
         layout = float_layout(x.dtype)
-        bits = x.detach().view(torch.int32 if layout.item_bytes == 4 else torch.int16)
-        if layout.item_bytes == 2:
-            return cls(bits, layout, FIXED, gpu_lanes.LOSSLESS.value, bits, bits, gpu_lanes.NO_FLOOR.value, 0, 0, 0)
-        mode = {
-            "lossless": gpu_lanes.LOSSLESS,
-            "keep": gpu_lanes.TRUNCATE if job.truncate else gpu_lanes.NEAREST,
-            "near": gpu_lanes.NEAR_GRID,
-            "paper": gpu_lanes.PAPER_LEVEL,
-        }[job.mode].value
-        coding = CODINGS[job.mode]
-        if coding == FIXED:
-            return cls(bits, layout, coding, mode, bits, bits, gpu_lanes.NO_FLOOR.value, 0, 0, 0)
-        if floor is None:
-            raise Unsupported(f"gcomp in {job.mode} mode needs floor=")
-        return cls(bits, layout, coding, mode, *_floor_arguments(floor, job.shift))
+        coding, mode = FIXED, gpu_mapping.LOSSLESS
+        floors, second, floor_kind, c0, c1, c2 = x, x, gpu_mapping.NO_FLOOR.value, 0, 0, 0
+        if x.dtype == torch.float32:
+            coding = CODINGS[job.mode]
+            mode = {
+                "lossless": gpu_mapping.LOSSLESS,
+                "keep": gpu_mapping.TRUNCATE if job.truncate else gpu_mapping.NEAREST,
+                "near": gpu_mapping.NEAR_GRID,
+                "paper": gpu_mapping.PAPER_LEVEL,
+            }[job.mode]
+        if coding != FIXED:
+            if floor is None:
+                raise Unsupported(f"gcomp in {job.mode} mode needs floor=")
+            floors, second, floor_kind, c0, c1, c2 = _floor_arguments(floor, job.shift)
+        constants = {
+            "CODING": coding,
+            "MODE": mode.value,
+            "FLOOR": floor_kind,
+            "ITEM": layout.item_bytes,
+            "EXPONENT": layout.exponent_bits,
+            "FIELD": layout.field_bits,
+            "INTERPRET": INTERPRETED,
+        }
+        return cls(x, floors, second, coding, (c0, c1, c2, job.shift, job.keep, *_rounding(job)), constants)
+
+
+def _rounding(job: Job) -> tuple[int, int, int, int]:
+    """The arguments of map_keep_usual: v becomes (v + up + (v >> cut & odd)) & mask."""
+    cut = 23 - job.keep
+    if cut == 0:
+        return 0, 0, 0, -1
+    if job.truncate:
+        return cut, 0, 0, -(1 << cut)
+    half = 1 << (cut - 1)
+    # Ties to even; with no bit kept, to the implicit 1, which is odd.
+    return (cut, half - 1, 1, -(1 << cut)) if cut < 23 else (cut, half, 0, -(1 << cut))
 
 
 def _floor_arguments(floor: torch.Tensor | Floor, shift: int) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
     if shift < 0:
         raise Unsupported(f"floors are shifted up, for sums of several ranks; not by {shift}")
     if isinstance(floor, torch.Tensor):
-        return floor, floor, gpu_lanes.INT8_FLOOR.value, 0, 0, 0
-    theta = floor.theta.detach().reshape(-1).view(torch.int32)
+        return floor, floor, gpu_mapping.INT8_FLOOR.value, 0, 0, 0
     if floor.second is None:
-        return theta, theta, gpu_lanes.THETA_FLOOR.value, floor.c0, 0, 0
-    second = floor.second.detach().reshape(-1).view(torch.int32)
-    return theta, second, gpu_lanes.THETA_SECOND_FLOOR.value, floor.c0, floor.c1, floor.c2
+        return floor.theta, floor.theta, gpu_mapping.THETA_FLOOR.value, floor.c0, 0, 0
+    return floor.theta, floor.second, gpu_mapping.THETA_SECOND_FLOOR.value, floor.c0, floor.c1, floor.c2
 
 
 def _launch_decode(
@@ -236,36 +260,37 @@ def _launch_decode(
     layout = float_layout(out.dtype)
     numel = out.numel()
     segments, n_blocks = segments_of(numel), blocks_of(numel)
-    groups = -(-n_blocks // gpu_decode.GROUP.value)
+    groups = -(-n_blocks // gpu_lanes.GROUP.value)
     shared = 0 if book is None else 1
     index_at, blocks_at = index_offset(numel, shared), blocks_offset(numel, shared)
-    bits = out.detach().view(torch.int32 if layout.item_bytes == 4 else torch.int16)
     if coding == NEAR:
         assert floor is not None
         floors, second, floor_kind, c0, c1, c2 = _floor_arguments(floor, shift)
     else:
-        floors, second, floor_kind, c0, c1, c2 = bits, bits, gpu_lanes.NO_FLOOR.value, 0, 0, 0
-    adding = {torch.float32: gpu_decode.ADD_FLOAT32, torch.bfloat16: gpu_decode.ADD_BFLOAT16, torch.float16: gpu_decode.ADD_FLOAT16}
+        floors, second, floor_kind, c0, c1, c2 = out, out, gpu_mapping.NO_FLOOR.value, 0, 0, 0
+    sums_as = {
+        torch.float32: gpu_rows.ADD_FLOAT32,
+        torch.bfloat16: gpu_rows.ADD_BFLOAT16,
+        torch.float16: gpu_rows.ADD_FLOAT16,
+    }
     with _on(out.device):
         space = _workspace(out.device)
         lookup = space.get("lookup", segments * gpu_tables.LOOKUP_STRIDE.value, torch.int32)
         sums = space.get("sums", groups, torch.int32)
-        per_program = gpu_decode.TABLE_BYTES_PER_PROGRAM.value
-        if coding == NEAR:
-            per_program += gpu_decode.LIST_BYTES_PER_PROGRAM.value
         programs = min(n_blocks, DECODE_PROGRAMS * space.processors)
-        scratch = space.get("scratch", programs * per_program, torch.uint8)
+        lists = gpu_decode.LIST_BYTES_PER_PROGRAM.value if coding == NEAR else 0
+        scratch = space.get("scratch", programs * (gpu_decode.TABLE_BYTES_PER_PROGRAM.value + lists), torch.uint8)
         gpu_tables.prepare_decode[(max(1, segments, groups),)](
-            body, body.view(torch.int32), body if book is None else book, lookup, sums, space.status,
+            body, body if book is None else book, lookup, sums, space.status,
             coding, n_blocks, index_at, blocks_at, segments, groups,
-            SHARED=bool(shared), GROUP=gpu_decode.GROUP.value, num_warps=1,
+            SHARED=bool(shared), num_warps=1,
         )  # fmt: skip
         if n_blocks:
             gpu_decode.decode_blocks[(programs,)](
-                body, lookup, sums, bits, floors, second, space.status, scratch,
+                body, lookup, sums, out, floors, second, space.status, scratch,
                 body_bytes, numel, n_blocks, index_at, blocks_at, c0, c1, c2, shift, DECODE_AHEAD, 0,
                 CODING=coding, FLOOR=floor_kind, ITEM=layout.item_bytes, EXPONENT=layout.exponent_bits,
-                FIELD=layout.field_bits, ADD=adding[out.dtype].value if add else gpu_decode.STORE_BITS.value,
+                FIELD=layout.field_bits, ADD=sums_as[out.dtype].value if add else gpu_rows.STORE_BITS.value,
                 INTERPRET=INTERPRETED, num_warps=1,
             )  # fmt: skip
         status = int(space.status.item())
@@ -283,7 +308,6 @@ class _Workspace:
     def __init__(self, device: torch.device):
         self.device = device
         self.buffers: dict[str, torch.Tensor] = {}
-        self.counters = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         # The kernel writes size and status straight into host memory.
         self.result = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -317,12 +341,28 @@ def _workspace(device: torch.device) -> _Workspace:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _check_device(x: torch.Tensor) -> None:
     if x.device.type != "cuda" and not INTERPRETED:
-        raise EngineError(f"the triton engine codes CUDA tensors, not tensors on {x.device}: use the native engine there")
+        where = f"CUDA tensors, not tensors on {x.device}"
+        raise EngineError(f"the triton engine codes {where}: use the native engine there")
 
 
 assert PAPER == 2 and NEAR == 1 and FIXED == 0  # the kernels write these as numbers
+
+if not INTERPRETED:
+    # Triton's key for a compiled kernel depends on which kernels it has looked at before. Looking at all of them here
+    # lets every process find what another has compiled.
+    for _kernel in (
+        gpu_statistics.sample_symbols,
+        gpu_tables.prepare_encode,
+        gpu_measure.measure_blocks,
+        gpu_encode.write_blocks,
+        gpu_tables.prepare_decode,
+        gpu_decode.decode_blocks,
+    ):
+        assert _kernel.cache_key

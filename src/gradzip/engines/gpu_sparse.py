@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """The sparse form of a block on the GPU: Elias-Fano positions, unary distances from the grid, mantissas."""
 
 from __future__ import annotations
@@ -6,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gpu_lanes import kept_bits, load_floors, uniform
-from .gpu_tables import CODE_STRIDE
+from .gpu_lanes import uniform
+from .gpu_mapping import kept_bits, load_floors
 
 _TILE = tl.constexpr(256)
 _ITEMS = tl.constexpr(64)
@@ -31,29 +30,25 @@ def _distance(e, f):
 
 
 @triton.jit
-def sparse_costs(
-    mapped, widths, codes, segment, base, single, floor, second, start, n, m, c0, c1, c2, shift, FLOOR: tl.constexpr
-):
-    """D and the sum of k, and the bits S and T by which the form is chosen."""
-    distances = 0
-    kept = 0
-    code_bits = 0
-    escape = (tl.load(codes + segment * CODE_STRIDE + 256) >> 8) + 8
+def sparse_costs(exponents, widths, floor, second, n, c0, c1, c2, shift, FLOOR: tl.constexpr):
+    """D and the sum of all k."""
+    distances = n * 0
+    kept = n * 0
     for first in range(0, n, _TILE):
         i = first + tl.arange(0, _TILE)
-        here = i < n
-        q = tl.load(mapped + i)
-        e = (q >> 23) & 255
-        f = load_floors(floor, second, start + i, here, c0, c1, c2, shift, FLOOR, True)
+        e = tl.load(exponents + i, mask=i < n, other=0).to(tl.int32)
+        w = tl.load(widths + i, mask=i < n, other=0).to(tl.int32)
+        f = load_floors(floor, second, i, i < n, c0, c1, c2, shift, FLOOR, True)
         distances += tl.sum(tl.where(e > 0, _distance(e, f), 0), 0)
-        kept += tl.sum(tl.maximum(tl.load(widths + i).to(tl.int32) - 1, 0), 0)
-        symbol = tl.where(e == 0, 0, (e - base - (e <= base).to(tl.int32)) & 255)
-        length = tl.load(codes + segment * CODE_STRIDE + symbol) >> 8
-        code_bits += tl.sum(tl.where(here, tl.where(length == 0, escape, length), 0), 0)
-    code_bits = tl.where(single > 0, 0, code_bits)
+        kept += tl.sum(tl.maximum(w - 1, 0), 0)
+    return distances, kept
+
+
+@triton.jit
+def sparse_bits(n, m, distances, kept):
+    """S of the format: the bits by which the form is chosen."""
     low = low_width(m, n)
-    sparse_bits = 32 + m * (low + 3) + ((n - 1) >> low) + distances + kept
-    return distances, kept, sparse_bits, 544 + code_bits + m + kept
+    return 32 + m * (low + 3) + ((n - 1) >> low) + distances + kept
 
 
 @triton.jit
@@ -76,13 +71,13 @@ def _put_bits(words, at, value, width, mask):
 
 @triton.jit
 def write_sparse(
-    mapped, floor, second, start, n, m, distances, target, words, positions, c0, c1, c2, shift, FLOOR: tl.constexpr
+    mapped, floor, second, n, m, distances, target, words, positions, c0, c1, c2, shift, FLOOR: tl.constexpr
 ):
     """Writes the block to `target` (int32 words). `positions`: int16 scratch for m entries."""
     for first in range(0, words, _TILE):
         at = first + tl.arange(0, _TILE)
         tl.store(target + at, tl.zeros((_TILE,), tl.int32), mask=at < words)
-    before = 0
+    before = n * 0
     for first in range(0, n, _TILE):
         i = first + tl.arange(0, _TILE)
         there = (tl.load(mapped + i, mask=i < n, other=0) != 0).to(tl.int32)
@@ -101,7 +96,7 @@ def write_sparse(
         here = i < m
         p = tl.load(positions + i, mask=here, other=0).to(tl.int32)
         q = tl.load(mapped + p)
-        f = load_floors(floor, second, start + p, here, c0, c1, c2, shift, FLOOR, True)
+        f = load_floors(floor, second, p, here, c0, c1, c2, shift, FLOOR, True)
         e = (q >> 23) & 255
         d = tl.where(here, _distance(e, f), 0)
         k = tl.where(here, kept_bits(e, f), 0)

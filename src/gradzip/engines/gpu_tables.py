@@ -1,5 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Code tables on the GPU: code lengths from histograms, canonical codes for the encoder, lookup tables for the decoder."""
+"""Code tables on the GPU: lengths from histograms, canonical codes for the encoder, lookup tables for the decoder."""
 
 from __future__ import annotations
 
@@ -7,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .gpu_lanes import GROUP
 from .huffman import MAX_LENGTH, MIN_SHARE
 from .layout import ESCAPE
 
 CODE_STRIDE = tl.constexpr(260)  # words per segment in the encoder's table: 257 entries of code | length << 8
-LOOKUP_STRIDE = tl.constexpr(512)  # words per segment in the decoder's: 256 entries of symbol | length << 9, then scratch
+LOOKUP_STRIDE = tl.constexpr(512)  # words per segment in the decoder's: 256 x symbol | length << 9, then scratch
 
 BAD_TABLE = tl.constexpr(1)  # status bits
 BAD_HEAD = tl.constexpr(2)
@@ -100,10 +100,11 @@ def _reverse(code, length):
 
 
 @triton.jit(
-    do_not_specialize=["coding", "book", "n_blocks", "blocks_at"], do_not_specialize_on_alignment=["lengths", "out", "out32"]
+    do_not_specialize=["coding", "book", "n_blocks", "blocks_at"], do_not_specialize_on_alignment=["lengths", "out"]
 )
-def prepare_encode(lengths, codes, out, out32, claims, counters, status, coding, book, n_blocks, blocks_at):
-    """One program per segment: its codes, its stored table, cleared claims; program 0 also writes the body's head."""
+def prepare_encode(lengths, codes, out, sums, status, coding, book, n_blocks, blocks_at):
+    """One program per segment: its codes, its stored table, cleared sums; program 0 also writes the body's head."""
+    out32 = out.to(tl.pointer_type(tl.int32))
     segment = tl.program_id(0)
     symbol = tl.arange(0, 256)
     length = tl.load(lengths + segment * 256 + symbol).to(tl.int32)
@@ -118,10 +119,9 @@ def prepare_encode(lengths, codes, out, out32, claims, counters, status, coding,
         even = tl.load(lengths + segment * 256 + 2 * pair)
         odd = tl.load(lengths + segment * 256 + 2 * pair + 1)
         tl.store(out + 8 + segment * 128 + pair, even | (odd << 4))
-    number = segment * 32 + tl.arange(0, 32)
-    tl.store(claims + number, tl.zeros((32,), tl.int64), mask=number < n_blocks)
+    if segment * GROUP < n_blocks:
+        tl.store(sums + segment, 0)
     if segment == 0:
-        tl.store(counters, 0)
         tl.store(out32, coding | ((book != 0).to(tl.int32) << 8))
         tl.store(out32 + 1, book)
         # The last word of the index may be half padding; its block overwrites the other half.
@@ -130,13 +130,14 @@ def prepare_encode(lengths, codes, out, out32, claims, counters, status, coding,
 
 @triton.jit(
     do_not_specialize=["coding", "n_blocks", "index_at", "blocks_at", "segments", "groups"],
-    do_not_specialize_on_alignment=["data", "data32", "book_lengths"],
+    do_not_specialize_on_alignment=["data", "book_lengths"],
 )
 def prepare_decode(
-    data, data32, book_lengths, lookup, sums, status, coding, n_blocks, index_at, blocks_at, segments, groups,
-    SHARED: tl.constexpr, GROUP: tl.constexpr,
+    data, book_lengths, lookup, sums, status, coding, n_blocks, index_at, blocks_at, segments, groups,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program per segment: its lookup table; and one per group of blocks: the words that the group takes."""
+    data32 = data.to(tl.pointer_type(tl.int32))
     program = tl.program_id(0)
     entry = tl.arange(0, 256)
     if program < segments:
@@ -149,9 +150,9 @@ def prepare_decode(
         if not good:
             tl.atomic_or(status, BAD_TABLE)
         length = tl.minimum(length, 8)
-        code, place, _ = _canonical(length, escape_length)
+        _, place, _ = _canonical(length, escape_length)
         sorted_symbols = lookup + program * LOOKUP_STRIDE + 256
-        tl.store(sorted_symbols + entry, entry, mask=entry >= 0)
+        tl.store(sorted_symbols + entry, entry)  # where a damaged table leaves gaps
         tl.debug_barrier()
         tl.store(sorted_symbols + (place & 255), entry, mask=length > 0)
         tl.debug_barrier()
