@@ -152,11 +152,36 @@ def check_round_trip(
         raise SystemExit(f"{case.mode}: encoding the decoded values gave other bytes")
 
 
+def tune(data: Data, case: Case, raw_bytes: int) -> None:
+    """Prints speeds for other numbers of programs per multiprocessor than those built in."""
+    grown = data.grown(raw_bytes // torch.empty(0, dtype=case.dtype).element_size())
+    x = grown.gradient.to(case.dtype)
+    floor = grown.floor(case.ulps_bits) if case.ulps_bits is not None else None
+    out = torch.empty(body_bound(x.numel(), case.dtype), dtype=torch.uint8, device="cuda")
+    decoded = torch.empty_like(x)
+    lengths = gpu.code_lengths(gpu.histogram(x, case.job, floor))
+    body = out[: gpu.encode(x, case.job, out, floor, lengths)]
+    calls: dict[str, Callable[[int], object]] = {
+        "MEASURE_PROGRAMS": lambda _: gpu.encode(x, case.job, out, floor, lengths),
+        "WRITE_PROGRAMS": lambda _: gpu.encode(x, case.job, out, floor, lengths),
+        "DECODE_PROGRAMS": lambda _: gpu.decode(body, decoded, floor),
+    }
+    for name, call in calls.items():
+        built_in = getattr(gpu, name)
+        speeds = []
+        for programs in (8, 12, 16, 20, 24, 28, 32):
+            setattr(gpu, name, programs)
+            speeds.append(f"{programs}: {raw_bytes / median_ms(call, 1, 5, 20.0) / 1e6:.0f}")
+        setattr(gpu, name, built_in)
+        print(f"{case.mode:>16} {name:>17} (now {built_in})  GB/s at {'  '.join(speeds)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
     parser.add_argument("--modes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tune", action="store_true", help="also try other numbers of programs at the last size")
     parser.add_argument("--folder", type=Path, help="with g.f32, p.f32 and v.f32; default: synthetic data")
     parser.add_argument("--rule", type=int, nargs=3, default=(-150, -91, -20), help="c0 c1 c2 of the floors at one ulp")
     options = parser.parse_args()
@@ -175,6 +200,9 @@ def main() -> None:
                 writer = csv.DictWriter(file, rows[0].keys())
                 writer.writeheader()
                 writer.writerows(rows)
+    if options.tune:
+        for mode in options.modes:
+            tune(data, CASES[mode], options.mib[-1] * MIB)
     print("  ".join(f"{name:>16}" for name in rows[0]), f"on {torch.cuda.get_device_name()}", file=sys.stderr)
 
 

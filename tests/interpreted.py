@@ -42,6 +42,10 @@ def cases() -> Iterator[Case]:
     for codec in ("gcomp", "gcomp:mode=paper"):
         yield "special values", codec, odd, Context(floor=floors(odd.numel()))
         yield "a block and a bit", codec, gradients(4100), Context(floor=floors(4100))
+    for codec in ("gcomp:mode=lossless", "gcomp:keep=7"):
+        yield "a full block without zeros", codec, gradients(4096, 0.0), Context()
+    high = torch.tensor([127, 104, 103, -128], dtype=torch.int8).repeat(50)
+    yield "floors at the upper end", "gcomp", torch.cat([odd[:10], gradients(190) * 2.0**110]), Context(floor=high)
     theta, second = gradients(300, 0.02) * 50, gradients(300).abs() * 1e-6
     yield "floors from theta", "gcomp", gradients(300), Context(floor=Floor(theta, None, -140))
     yield "floors from both moments", "gcomp", gradients(300), Context(floor=Floor(theta, second, -150, 3, 40), shift=2)
