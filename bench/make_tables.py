@@ -16,9 +16,9 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 HEAD = """# Benchmarks
 
-Made by `python bench/make_tables.py` from `bench/results`; its first lines say which commands wrote those files. Speeds are
-multiples of a copy of the same gradient between two recycled buffers, timed in the same rounds: machines are noisy,
-ratios less so.
+Made by `python bench/make_tables.py` from `bench/results`; its first lines say which commands wrote those files.
+Speeds are multiples of a copy of the same gradient between two recycled buffers, timed in the same rounds: machines
+are noisy, ratios less so.
 
 ## Codecs on the CPU, one core
 Gradient of the byte-level language model of `gradzip bench codec` (10 M parameters, AdamW, step 120). *Over* is how far
