@@ -87,7 +87,7 @@ inline __mmask64 values_here(int n, int start) {
     return n - start >= 64 ? ~__mmask64(0) : (__mmask64(1) << (n - start)) - 1;
 }
 
-// 64 values (or fewer: masked loads and stores are slow, so only the last group of a block uses them).
+// 64 values, or fewer in the last group of a block, which alone needs masked loads and stores.
 template <bool Whole>
 inline void split_group(const uint32_t* x, __mmask64 here, uint8_t* exponent, uint8_t* const planes[3], Gatherer& stats) {
     __m512i u[4], r[4], plane[4];
