@@ -1,8 +1,12 @@
 """Writes docs/benchmarks.md from the files in bench/results; `--check` only says whether the page is up to date.
 
-gradzip bench codec --rounds 25 --csv bench/results/cpu_codec.csv
-gradzip bench codec --rounds 15 --isa avx2 --csv bench/results/cpu_codec.csv --codecs 'gcomp:mode=lossless;gcomp'
-python bench/make_tables.py
+    gradzip bench codec --rounds 25 --csv cpu_codec.csv
+    gradzip bench codec --rounds 15 --isa avx2 --csv avx2.csv --codecs 'gcomp:mode=lossless;gcomp:keep=7;gcomp;zstd'
+    python bench/gpu_codec.py gpu_codec.csv --folder FOLDER --mib 4 16 64 256 1024    # on a GPU
+    python bench/make_tables.py
+
+cpu_codec.csv is the first file with the native rows of the second behind it; in gpu_codec.csv the folder's name was
+replaced by `gpt`. The rows of mode=paper and of gcomp on AVX2 are older than a change that made those encoders faster.
 """
 
 from __future__ import annotations
@@ -33,8 +37,7 @@ computes its floors from parameters and second moments inside the time shown.
 GPU_HEAD = """
 ## GComp on an H200
 GB/s of raw input, CUDA events, host launches included; the gradient of a 10 M-parameter GPT, repeated to each size. The
-last column is a device copy of the same bytes. The kernels wait for memory more than they compute: at 1 GiB they use
-a third of the issue slots. Small sizes are bound by the launches.
+last column is a device copy of the same bytes.
 
 | mode | MiB | ratio | encode | decode | copy |
 |---|---|---|---|---|---|
