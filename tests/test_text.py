@@ -22,6 +22,7 @@ WORDS = {
     "round": ["nearest", "truncate"],
     "book": ["frame", "shared"],
     "to": ["bf16", "fp16"],
+    "feedback": ["auto", "true", "false", "bf16", "cpu"],
 }
 
 
@@ -80,6 +81,17 @@ def test_keep_means_mode_keep() -> None:
     assert str(parse("gcomp:mode=keep,keep=7")) == "gcomp:keep=7"
 
 
+def test_feedback_says_where_errors_wait() -> None:
+    kept = {"auto": "fp32", "true": "fp32", "false": None, "bf16": "bf16", "cpu": "cpu"}
+    assert {f: parse(f"topk:feedback={f}").error_memory for f in kept} == kept
+    assert parse("cast").error_memory is parse("gcomp").error_memory is parse("identity").error_memory is None
+    assert parse("cast:feedback=true").error_memory == "fp32"
+    assert parse("gcomp:ulps=256").error_memory == parse("gcomp:keep=6").error_memory == "fp32"
+    topk = type(parse("topk"))
+    assert topk(0.3, feedback=False) == parse("topk:ratio=0.3,feedback=false")
+    assert str(topk(0.3, feedback=True)) == "topk:ratio=0.3,feedback=true"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -113,6 +125,9 @@ def test_near_misses_are_named(text: str, message: str) -> None:
         "gcomp:round=up",
         "gcomp:book=mine",
         "cast:to=int8",
+        "cast:feedback=maybe",
+        "gcomp:mode=lossless,feedback=true",
+        "identity:feedback=true",
         "zlib:level=10",
         "zstd:level=99",
     ],

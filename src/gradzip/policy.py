@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from .codecs import Codec, parse
 from .errors import Unsupported
@@ -25,6 +27,35 @@ class Policy(Protocol):
     def option(self, name: str, shape: Sequence[int]) -> Option:
         """How the gradient of the parameter of that name and shape travels."""
         ...
+
+
+@runtime_checkable
+class Adaptive(Policy, Protocol):
+    """A Policy that learns from the training. All ranks see the same, so they go on answering alike.
+
+    After a backward whose gradients proved finite on all ranks, the handle calls `observe` for every parameter that
+    got one and then `end_step`. Nothing of a step that failed is seen.
+    """
+
+    history: list[dict[str, Any]]  # what was decided and when, for `Handle.stats`
+
+    def observe(self, name: str, mean: torch.Tensor, scale: float = 1.0) -> None:
+        """Sees a gradient averaged over all ranks, before clipping; `scale` is the loss scale that it carries."""
+        ...
+
+    def end_step(self, rates: Sequence[float]) -> None:
+        """Ends a step that was taken with these learning rates, one for each parameter group."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Ends an epoch: the user says so, by `Handle.end_epoch`."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor | int | float]:
+        """All that a resume needs, flat; equal on all ranks."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | int | float]) -> None: ...
 
 
 def checked(option: str | Codec | Option) -> Option:

@@ -28,10 +28,13 @@ class Context:
     step: int = 0
     seed: int = 0  # equal on all ranks
     rank: int = 0
+    world: int = 1  # how many ranks there are
+    scale: float = 1.0  # the loss scale that the tensor carries; what is kept in `state` is kept without it
     floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
     shift: int = 0  # added to the floors, for sums of several ranks
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
-    state: dict[str, Any] = field(default_factory=dict)  # what the codec carries from step to step
+    # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class Reduced(NamedTuple):
@@ -63,8 +66,13 @@ class Codec:
 
     @property
     def biased(self) -> bool:
-        """Biased codecs get error feedback unless the user says otherwise."""
+        """Whether what is decoded differs from the tensor on average, so that training needs error feedback."""
         return False
+
+    @property
+    def error_memory(self) -> str | None:
+        """Where what an encode lost waits for the next step: fp32, bf16 or cpu; None: it is forgotten."""
+        return "fp32" if self.biased else None
 
     # -- what a codec implements --------------------------------------------------------------------------------
 
@@ -159,10 +167,41 @@ class Codec:
     def __str__(self) -> str:
         options = [
             f"{f.name}={_text(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
+            for f in sorted(dataclasses.fields(self), key=lambda f: bool(f.kw_only))
             if getattr(self, f.name) != f.default
         ]
         return self.name + (":" + ",".join(options) if options else "")
+
+
+FEEDBACK = ("auto", "true", "false", "bf16", "cpu")
+
+
+@dataclass(frozen=True)
+class Lossy(Codec):
+    """A codec that loses something, and the one option that all of them have: what becomes of it.
+
+    Error feedback adds what an encode lost to the tensor of the next step. `feedback=auto` does so for biased codecs.
+    """
+
+    feedback: str | bool = field(default="auto", kw_only=True)  # bf16 and cpu: on, and kept like that
+
+    def __post_init__(self) -> None:
+        if isinstance(self.feedback, bool):
+            object.__setattr__(self, "feedback", str(self.feedback).lower())
+        if self.feedback not in FEEDBACK:
+            hint = nearest(str(self.feedback), FEEDBACK)
+            raise Unsupported(f"{self.name}:feedback={self.feedback!r}{hint}: choose {', '.join(FEEDBACK)}")
+
+    @property
+    def error_memory(self) -> str | None:
+        kept = {"auto": "fp32" if self.biased else None, "true": "fp32", "false": None}
+        return kept.get(str(self.feedback), str(self.feedback))
+
+
+def require_float32(codec: Codec, dtype: torch.dtype) -> None:
+    """For codecs whose arithmetic is float32: other types of up to 32 bits are converted, float64 is refused."""
+    if dtype.itemsize > 4:
+        raise Unsupported(f"{codec.name} codes float32, bfloat16 and float16, not {dtype}: convert the tensor first")
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

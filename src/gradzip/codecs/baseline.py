@@ -11,7 +11,7 @@ import torch
 
 from .. import wire
 from ..errors import Corrupt, Unsupported
-from .base import Codec, Context, deliver, register, typed
+from .base import Codec, Context, Lossy, deliver, register, typed
 
 
 @register
@@ -51,7 +51,7 @@ class Identity(Codec):
 
 @register
 @dataclass(frozen=True)
-class Cast(Codec):
+class Cast(Lossy):
     """Rounded to 16 bits: what torch's bf16 and fp16 hooks send."""
 
     name: ClassVar[str] = "cast"
@@ -63,6 +63,7 @@ class Cast(Codec):
     _TYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.to not in self._TYPES:
             raise Unsupported(f"cast:to={self.to!r}: choose bf16 or fp16")
 

@@ -21,14 +21,14 @@ from ..engines.layout import (
 )
 from ..errors import Corrupt, Unsupported, nearest
 from . import books
-from .base import Codec, Context, register
+from .base import Context, Lossy, register
 
 _MODES = ("near", "lossless", "keep", "paper")
 
 
 @register
 @dataclass(frozen=True)
-class GComp(Codec):
+class GComp(Lossy):
     """Near-lossless float coding; `gcomp` alone is near mode at one ulp."""
 
     name: ClassVar[str] = "gcomp"
@@ -44,6 +44,7 @@ class GComp(Codec):
     book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.keep is not None and self.mode == "near":
             object.__setattr__(self, "mode", "keep")
         if self.mode not in _MODES:
@@ -60,6 +61,8 @@ class GComp(Codec):
             raise Unsupported(f"gcomp:limit={self.limit}: codes have at most 1 to 8 bits")
         if self.book not in ("frame", "shared"):
             raise Unsupported(f"gcomp:book={self.book!r}: choose frame or shared")
+        if self.lossless and self.feedback not in ("auto", "false"):
+            raise Unsupported(f"gcomp:feedback={self.feedback}: mode lossless loses nothing that could be fed back")
 
     def __str__(self) -> str:
         text = super().__str__()

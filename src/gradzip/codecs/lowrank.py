@@ -20,13 +20,13 @@ from typing import ClassVar
 import torch
 
 from ..errors import Unsupported
-from .base import Codec, Context, Reduced, register, wide
+from .base import Context, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
 
 @register
 @dataclass(frozen=True)
-class PowerSGD(Codec):
+class PowerSGD(Lossy):
     """Low-rank factors with a warm start. Vectors, and matrices that factors would not make smaller, stay as they are.
 
     Three collectives in all, however many tensors there are: what stays as it is, all P, all Q. It has no frame.
@@ -40,6 +40,7 @@ class PowerSGD(Codec):
     rank: int = 1  # columns of the factors; higher = closer to the gradient
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise Unsupported(f"powersgd:rank={self.rank}: at least 1")
 

@@ -12,7 +12,7 @@ import torch
 
 from .. import wire
 from ..errors import Corrupt, Unsupported
-from .base import Codec, Context, register, typed
+from .base import Context, Lossy, register, typed
 from .random import key_of, keyed_bits
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,12 +21,13 @@ _SPARSEST = 10**6  # values per value sent, at the most
 
 
 @dataclass(frozen=True)
-class _Sparse(Codec):
+class _Sparse(Lossy):
     """What TopK and RandomK share: how many values are kept."""
 
     ratio: float = 0.01  # part of the values that is sent; higher = closer to the gradient
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 / _SPARSEST <= self.ratio <= 1:
             raise Unsupported(f"{self.name}:ratio={self.ratio}: the part that is sent, from {1 / _SPARSEST} to 1")
 
