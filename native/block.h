@@ -106,7 +106,8 @@ void sample_block(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch) 
     Stats s = split_values(sample, scratch, planes).stats;
     if (s.sum == 0) return;
     uint8_t* symbol = scratch.width;
-    for (int i = 0; i < sampled; i++) symbol[i] = symbol_of(scratch.exponent[i], s.base);
+    const int base = rounded_mean(s.sum, s.nonzero);  // that of the block: its rows are all here
+    for (int i = 0; i < sampled; i++) symbol[i] = symbol_of(scratch.exponent[i], base);
     for (int i = 0; i < sampled; i++) counts[i & 3][symbol[i]]++;
 }
 

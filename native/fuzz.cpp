@@ -253,7 +253,7 @@ Case make_case(Random& random) {
     if (c.job.mode == GZ_NEAR || c.job.mode == GZ_PAPER) {
         int grid = center - 127 - random.range(-2, 30);
         if (c.job.mode == GZ_PAPER) grid = center - 127 + random.range(-2, 30);
-        if (random.chance(10)) grid = random.range(95, 127);  // where 2^(grid + 23) is no float any more
+        if (random.chance(10)) grid = random.range(95, 127);  // around the coarsest grid
         if (random.chance(60)) {
             c.given.resize(c.n);
             for (uint8_t& f : c.given) f = uint8_t(random.chance(3) ? -128 : std::clamp(grid + random.range(-3, 3), -128, 127));

@@ -22,6 +22,7 @@ constexpr int kBodyHead = 8;
 constexpr int kDenseHead = 4 + 2 * kLanes;
 constexpr int kSampleRows = 16;
 constexpr int kExact = -128;
+constexpr int kCoarsest = 103;  // floors above are taken as this one
 constexpr int kEscape = 256;
 
 enum Coding { kFixed = 0, kNear = 1, kPaper = 2 };

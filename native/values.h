@@ -32,13 +32,14 @@ inline uint32_t map_value(uint32_t u, int floor, int keep) {
         uint32_t odd = cut == 23 ? 1 : magnitude >> cut & 1;
         uint32_t half = (1u << cut) >> 1;
         uint32_t rounded = (magnitude + (cut ? half - 1 + odd : 0)) & mask;
-        result = rounded < 0x7f800000u ? rounded : truncated;
-        if (Mode == GZ_NEAR) {
+        if (Mode == GZ_KEEP) {
+            result = rounded < 0x7f800000u ? rounded : truncated;
+        } else {
             // Below the grid: more than half a step rounds up to one step, the rest to zero.
             uint32_t one_step = uint32_t(floor + 127) << 23;
             uint32_t below = magnitude & 0x7fffff ? one_step : 0;
             below = kept == -1 ? below : 0;
-            result = kept < 0 ? below : result;
+            result = kept < 0 ? below : rounded;
         }
     }
     result = exponent == 0 ? 0 : result;
@@ -66,10 +67,26 @@ inline void map_values(const void* GZ_RESTRICT x, int n, const gz_job& job, cons
 struct Stats {
     uint32_t all_bits = 0;      // or of all values
     uint32_t odd_zeros = 0;     // or of the values with exponent 0
-    uint32_t sum = 0, nonzero = 0;
+    uint32_t sum = 0, nonzero = 0;  // of the exponents
     bool single = false;
     int base = 0;
 };
+
+inline int rounded_mean(uint32_t sum, uint32_t count) { return count ? int((sum + count / 2) / count) : 0; }
+
+
+// The rounded mean of the non-zero exponents in rows 0, 16, 32, ...
+inline int sampled_base(const uint8_t* exponent, int n) {
+    uint32_t sum = 0, nonzero = 0;
+    for (int start = 0; start < n; start += kSampleRows * kLanes) {
+        const int here = n - start < kLanes ? n - start : kLanes;
+        for (int i = 0; i < here; i++) {
+            sum += exponent[start + i];
+            nonzero += exponent[start + i] != 0;
+        }
+    }
+    return rounded_mean(sum, nonzero);
+}
 
 // A block after mapping: where its values are, their statistics, and what has been made on the way.
 struct Split {
@@ -104,7 +121,7 @@ Stats split_exponents(const void* GZ_RESTRICT v, int n, uint8_t* GZ_RESTRICT exp
     s.sum = sum;
     s.nonzero = nonzero;
     s.single = lowest == highest;
-    s.base = s.single ? highest : int((sum + nonzero / 2) / nonzero);
+    s.base = s.single ? highest : sampled_base(exponent, n);
     return s;
 }
 
@@ -309,14 +326,14 @@ void floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* GZ_R
         const int8_t* GZ_RESTRICT given = rule.given + start;
         for (int i = 0; i < n; i++) {
             int f = given[i] + shift;
-            out[i] = int8_t(given[i] == kExact ? kExact : f > 127 ? 127 : f);
+            out[i] = int8_t(given[i] == kExact ? kExact : f > kCoarsest ? kCoarsest : f);
         }
         return;
     }
     const int c0 = rule.c0, c1 = rule.c1, c2 = rule.c2;
     auto finish = [=](int theta, int f) {
-        int shifted = (f > 127 ? 127 : f) + shift;
-        shifted = shifted > 127 ? 127 : shifted;
+        int shifted = f + shift;
+        shifted = shifted > kCoarsest ? kCoarsest : shifted;
         shifted = f < -127 ? kExact : shifted;
         return int8_t(theta == 0 ? kExact : shifted);
     };

@@ -63,7 +63,7 @@ struct Gatherer {
         zeros += uint32_t(__builtin_popcountll(zero));
         return zero;
     }
-    Stats finish(int n) const {
+    Stats finish(const uint8_t* exponent, int n) const {
         Stats s;
         s.all_bits = uint32_t(_mm512_reduce_or_epi32(all));
         s.odd_zeros = uint32_t(_mm512_reduce_or_epi32(odd));
@@ -78,7 +78,7 @@ struct Gatherer {
             bottom = low[i] < bottom ? low[i] : bottom;
         }
         s.single = top == bottom;
-        s.base = s.single ? top : int((s.sum + s.nonzero / 2) / s.nonzero);
+        s.base = s.single ? top : sampled_base(exponent, n);
         return s;
     }
 };
@@ -120,13 +120,13 @@ inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t*
         uint8_t* const at[3] = {planes + i, planes + n + i, planes + 2 * n + i};
         split_group<false>(x + i, values_here(n, i), exponent + i, at, stats);
     }
-    return stats.finish(n);
+    return stats.finish(exponent, n);
 }
 
 // Near mode: the mapping of map_value<GZ_NEAR> and the lane part of its result in one pass.
 // Adding C = 2^(f+23) to |x| < C rounds |x| to a multiple of 2^f, ties to even, and leaves that multiple in the low
-// bits of the sum; larger |x| are on the grid already. Right for finite x and f <= 104, which the caller checks.
-// Ordinary floors are -124 to 104: then |x| below 2^-126 falls to zero by itself, and no value is to stay exact.
+// bits of the sum; larger |x| are on the grid already. Right for finite x.
+// Ordinary floors are -124 and above: then |x| below 2^-126 falls to zero by itself, and no value is to stay exact.
 template <bool Ordinary>
 inline __m512i near16(const uint32_t* x, const int8_t* floor, __m512i* width, __m512i* largest) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -194,18 +194,15 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
     if (_mm512_reduce_max_epu32(largest) >= 0x7f800000u) return split_values_plain(in, s);
     int chunks = (_mm512_reduce_max_epi32(widest) + 7) / 8;
     // The mapped values themselves are not stored; mapped_values() makes them where a block needs them after all.
-    return {nullptr, stats.finish(in.n), false, chunks};
+    return {nullptr, stats.finish(s.exponent, in.n), false, chunks};
 }
 
 inline Split split_near(const BlockIn& in, Scratch& s) {
-    __m512i coarsest = _mm512_set1_epi8(kExact), finest = _mm512_set1_epi8(127);
+    __m512i finest = _mm512_set1_epi8(127);
     for (int i = 0; i < in.n; i += 64) {
         __mmask64 here = values_here(in.n, i);
-        __m512i f = _mm512_loadu_si512(in.floor + i);
-        coarsest = _mm512_mask_max_epi8(coarsest, here, coarsest, f);
-        finest = _mm512_mask_min_epi8(finest, here, finest, f);
+        finest = _mm512_mask_min_epi8(finest, here, finest, _mm512_loadu_si512(in.floor + i));
     }
-    if (_mm512_cmpgt_epi8_mask(coarsest, _mm512_set1_epi8(104))) return split_values_plain(in, s);
     return _mm512_cmplt_epi8_mask(finest, _mm512_set1_epi8(-124)) ? split_near<false>(in, s) : split_near<true>(in, s);
 }
 
@@ -272,7 +269,8 @@ void fast_floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t*
     if (rule.given) return floors(rule, start, n, shift, out);
     const __m512i c0 = _mm512_set1_epi32(rule.c0), c1 = _mm512_set1_epi32(rule.c1), c2 = _mm512_set1_epi32(rule.c2);
     const __m512i low_byte = _mm512_set1_epi32(255), exact = _mm512_set1_epi32(kExact);
-    const __m128i exact_bytes = _mm_set1_epi8(char(kExact)), shifts = _mm_set1_epi8(char(shift > 127 ? 127 : shift));
+    const __m128i exact_bytes = _mm_set1_epi8(char(kExact)), shifts = _mm_set1_epi8(char(shift));
+    const __m128i coarsest = _mm_set1_epi8(kCoarsest);
     for (int i = 0; i < n; i += 16) {
         __mmask16 here = n - i >= 16 ? __mmask16(~0) : __mmask16((1 << (n - i)) - 1);
         auto exponents = [&](const float* from) {
@@ -286,6 +284,7 @@ void fast_floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t*
         f = _mm512_mask_mov_epi32(f, _mm512_testn_epi32_mask(theta, theta), exact);
         __m128i bytes = _mm512_cvtsepi32_epi8(f);
         if (shift) bytes = _mm_mask_adds_epi8(bytes, _mm_cmpneq_epi8_mask(bytes, exact_bytes), bytes, shifts);
+        bytes = _mm_min_epi8(bytes, coarsest);
         if (here == __mmask16(~0))
             _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
         else

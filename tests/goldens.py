@@ -142,6 +142,7 @@ def goldens() -> dict[str, Golden]:
         "near-int8": Golden(near, tensor(two_blocks), given_floor(two_blocks.size, 10, -17)),
         "near-odd-ones": Golden(near, tensor(odd_ones(2000, 11)), given_floor(2000, 12, -16)),
         "near-sparse": Golden(near, tensor(mostly_zero(3 * 4096 + 900, 13)), given_floor(3 * 4096 + 900, 14, -18)),
+        "near-coarsest": Golden(near, tensor(float32(falling(1500, 23, 235), 24)), given_floor(1500, 25, 104), shift=1),
         "near-rule": Golden(near, tensor(two_blocks), rule(two_blocks.size, 15, second=False)),
         "near-rule-second-shift": Golden(near, tensor(two_blocks), rule(two_blocks.size, 16, second=True), shift=3),
         "paper-int8": Golden(paper, tensor(odd_ones(2200, 17)), given_floor(2200, 18, 4)),

@@ -16,7 +16,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import gradzip
-from gradzip.engines.layout import EXACT, Job
+from gradzip.engines.layout import COARSEST, EXACT, Job
 from gradzip.engines.reference import map_values
 
 KINDS: dict[str, type[Optimizer]] = {
@@ -44,7 +44,7 @@ def exchange(ranks: np.ndarray, floors: np.ndarray) -> np.ndarray:
     floors = floors.astype(np.int64)
     coded = [map_values(rank.view(np.uint32), Job("near"), floors).view(np.float32) for rank in ranks]
     total = np.sum(np.array(coded, np.float64), axis=0)
-    grid = np.exp2(np.minimum(floors + (len(ranks).bit_length() - 1), 127).astype(np.float64))
+    grid = np.exp2(np.minimum(floors + (len(ranks).bit_length() - 1), COARSEST).astype(np.float64))
     on_grid = np.where(np.abs(total) < grid * 2**24, np.rint(total / grid) * grid, total)
     return np.where(floors == EXACT, total, on_grid) / len(ranks)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import gradzip
 from gradzip import Context, parse
-from gradzip.engines.layout import EXACT, Job
+from gradzip.engines.layout import COARSEST, EXACT, Job
 from gradzip.engines.reference_values import floor_values, map_values
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
@@ -56,7 +56,7 @@ def last_place(x: np.ndarray, keep: int) -> np.ndarray:
 def test_near_is_the_nearest_multiple(pairs: list[tuple[float, int]]) -> None:
     x, floor = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
     exact = np.where(normal(x), x, 0.0)
-    expected = np.where(normal(x) & (floor != EXACT), to_grid(x, 2.0**floor), exact)
+    expected = np.where(normal(x) & (floor != EXACT), to_grid(x, 2.0 ** np.minimum(floor, COARSEST)), exact)
     assert np.array_equal(mapped(x, "near", floor), expected)
 
 
@@ -108,7 +108,7 @@ def test_paper_cuts_by_its_level(pairs: list[tuple[float, int]]) -> None:
     """GComp's levels: 0, 6, 12 or 18 bits go, by how far the value's exponent is below its reach."""
     x, reach = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
     exponent = np.frexp(np.where(x == 0, 1, x))[1] - 1
-    distance = np.where(reach == EXACT, -1000, reach - exponent - 1)
+    distance = np.where(reach == EXACT, -1000, np.minimum(reach, COARSEST) - exponent - 1)
     dropped = np.select([distance >= 18, distance >= 12, distance >= 6], [18, 12, 6], 0)
     step = 2.0 ** (exponent - 23 + dropped)
     expected = np.where(normal(x), np.trunc(x / step) * step, 0.0)
@@ -123,7 +123,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "options"), MODES)
-@pytest.mark.parametrize("floor", [-128, -127, -20, 0, 100, 104, 105, 127])
+@pytest.mark.parametrize("floor", [-128, -127, -20, 0, 100, 103])
 def test_values_that_are_no_ordinary_numbers(mode: str, options: dict[str, int], floor: int) -> None:
     x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-149, -(2.0**-127)], np.float32)
     negative_nan = np.array([0xFF812345], np.uint32).view(np.float32)
@@ -139,7 +139,7 @@ def test_values_that_are_no_ordinary_numbers(mode: str, options: dict[str, int],
 @pytest.mark.parametrize(("mode", "options"), MODES)
 def test_no_finite_value_becomes_infinite(mode: str, options: dict[str, int]) -> None:
     x = bits_of(np.array([LARGEST, -LARGEST, 2.0**127, -1.9 * 2.0**127]))
-    for floor in range(90, 128):
+    for floor in range(90, COARSEST + 1):
         reach = np.full(x.shape, floor, np.int64)
         result = map_values(x, Job(mode, **options), reach if mode != "keep" else None).view(np.float32)
         assert np.isfinite(result).all()
@@ -151,7 +151,7 @@ def test_mapping_twice_is_mapping_once(mode: str, options: dict[str, int]) -> No
     x = torch.cat([random_bits(20_000), special(500), torch.randn(5000)]).view(torch.int32).numpy().view(np.uint32)
     for seed in range(3):
         job = Job(mode, **options)
-        floor = np.random.default_rng(seed).integers(-128, 128, x.shape) if mode in ("near", "paper") else None
+        floor = np.random.default_rng(seed).integers(-128, COARSEST + 1, x.shape) if mode in ("near", "paper") else None
         once = map_values(x, job, floor)
         assert np.array_equal(map_values(once, job, floor), once)
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import gradzip
 from gradzip import Floor, GradzipWarning, engines
-from gradzip.engines.layout import EXACT, Job
+from gradzip.engines.layout import COARSEST, EXACT, Job
 from gradzip.engines.reference import map_values
 from gradzip.sensitivity import bounds, survey
 from gradzip.sensitivity.bounds import growth
@@ -184,7 +184,7 @@ def slow_floor(theta: float, second: float | None, c0: int, c1: int, c2: int) ->
     f = field_of(theta) + c0
     if second is not None:
         f += math.floor(max(field_of(second) + c1, c2) / 2)
-    return EXACT if f < -127 else min(f, 127)
+    return EXACT if f < -127 else min(f, COARSEST)
 
 
 @settings(max_examples=200, deadline=None)

@@ -15,8 +15,9 @@ TABLE_BYTES = 128
 ESCAPE = 256
 BODY_HEAD_BYTES = 8
 DENSE_HEAD_BYTES = 4 + 2 * LANES
-SAMPLE_ROWS = 16  # every 16th row of a block is sampled for the code lengths
+SAMPLE_ROWS = 16  # every 16th row of a block is sampled for its base and for the code lengths
 EXACT = -128  # the floor that means: keep this value as it is
+COARSEST = 103  # floors above are taken as this one: adding 2^(floor + 23) rounds to the grid and stays finite
 
 RAW, DENSE, SPARSE = 0, 1, 2
 
@@ -69,7 +70,7 @@ class Floor:
     """Floors that are computed where they are used, from the parameter and the optimizer's second moment.
 
     With E the exponent field: f = E(theta) + (max(E(second) + c1, c2) >> 1) + c0, without the middle term if
-    `second` is None. A zero or subnormal theta, and a result below -127, give EXACT; results above 127 give 127.
+    `second` is None. A zero or subnormal theta, and a result below -127, give EXACT; above COARSEST is COARSEST.
     """
 
     theta: torch.Tensor  # (n,) float32
@@ -92,7 +93,7 @@ class Floor:
         if self.second is not None:
             second = (self.second.detach().reshape(-1).view(torch.int32) >> 23) & 255
             f = f + ((second + self.c1).clamp(min=self.c2) >> 1)
-        f = torch.where((theta == 0) | (f < -127), EXACT, f.clamp(max=127))
+        f = torch.where((theta == 0) | (f < -127), EXACT, f.clamp(max=COARSEST))
         return f.to(torch.int8)
 
 

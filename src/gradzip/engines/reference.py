@@ -18,7 +18,6 @@ from .layout import (
     NEAR,
     PAPER,
     RAW,
-    SAMPLE_ROWS,
     SEGMENT,
     SPARSE,
     TABLE_BYTES,
@@ -32,7 +31,17 @@ from .layout import (
     segments_of,
 )
 from .reference_sparse import decode_sparse, encode_sparse
-from .reference_values import floor_values, kept_bits, lane_part, map_values, pad4, paper_levels, split, symbols_of
+from .reference_values import (
+    floor_values,
+    kept_bits,
+    lane_part,
+    map_values,
+    pad4,
+    paper_levels,
+    sampled,
+    split,
+    symbols_of,
+)
 
 NAME = "reference"
 
@@ -201,12 +210,9 @@ def histogram_of(mapped: np.ndarray, layout: FloatLayout) -> torch.Tensor:
     for start in range(0, mapped.size, BLOCK):
         values = mapped[start : start + BLOCK]
         exponent = split(values, layout)[0]
-        rows = [exponent[at : at + LANES] for at in range(0, exponent.size, SAMPLE_ROWS * LANES)]
-        sample = np.concatenate(rows)
-        if not sample.any():
-            continue
-        symbols, _ = symbols_of(sample)  # relative to the base of the sample, not of the block
-        counts[start // SEGMENT] += np.bincount(symbols, minlength=256)
+        if sampled(exponent).any():
+            symbols, _ = symbols_of(exponent)
+            counts[start // SEGMENT] += np.bincount(sampled(symbols), minlength=256)
     return torch.from_numpy(counts)
 
 
@@ -257,8 +263,6 @@ def _encode_dense(
     exponent, mantissa, sign = split(values, layout)
     symbols, base = symbols_of(exponent)
     single = bool((exponent == exponent[0]).all())
-    if single:
-        base = int(exponent[0])
 
     planes, level = b"", np.zeros(values.size, np.int64)
     if coding == FIXED:

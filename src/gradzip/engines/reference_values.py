@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .layout import EXACT, FIXED, PAPER, FloatLayout, Floor, Job
+from .layout import COARSEST, EXACT, FIXED, LANES, PAPER, SAMPLE_ROWS, FloatLayout, Floor, Job
 
 _INFINITY = 0x7F800000
 _QUIET_NAN = 0x7FC00000
@@ -34,12 +34,14 @@ def map_values(bits: np.ndarray, job: Job, floors: np.ndarray | None) -> np.ndar
         odd = np.where(cut == 23, 1, magnitude >> cut & 1)
         half = (1 << cut) >> 1
         rounded = (magnitude + np.where(cut > 0, half - 1 + odd, 0)) >> cut << cut
-        result = np.where(rounded < _INFINITY, rounded, truncated)
-        if floors is not None:  # near mode
+        if job.mode == "keep":
+            result = np.where(rounded < _INFINITY, rounded, truncated)
+        else:
+            assert floors is not None
             # Below the grid: more than half a step rounds up to one step, the rest to zero.
             one_step = (np.maximum(floors, -126).astype(np.int64) + 127) << 23
             up = (kept == -1) & (magnitude & 0x7FFFFF != 0)
-            result = np.where(kept < 0, np.where(up, one_step, 0), result)
+            result = np.where(kept < 0, np.where(up, one_step, 0), rounded)
     result = np.where(exponent == 0, 0, result)
     special = np.where(magnitude > _INFINITY, _QUIET_NAN, _INFINITY)
     result = np.where(exponent == 255, special, result)
@@ -56,7 +58,7 @@ def floor_values(floor: torch.Tensor | Floor | None, job: Job) -> np.ndarray | N
     if floor is None or job.coding == FIXED:
         return None
     floors = (floor.tensor() if isinstance(floor, Floor) else floor).numpy().astype(np.int64)
-    shifted = np.minimum(floors + job.shift, 127)
+    shifted = np.minimum(floors + job.shift, COARSEST)
     return np.where(floors == EXACT, EXACT, shifted)
 
 
@@ -69,10 +71,23 @@ def split(values: np.ndarray, layout: FloatLayout) -> tuple[np.ndarray, np.ndarr
 
 
 def symbols_of(exponent: np.ndarray) -> tuple[np.ndarray, int]:
-    """Symbols relative to the block's base, and the base."""
-    count = int((exponent > 0).sum())
-    base = (int(exponent.sum()) + count // 2) // count if count else 0
+    """Symbols relative to the base of a block, and that base."""
+    base = base_of(exponent)
     return np.where(exponent == 0, 0, (exponent - base - (exponent <= base)) & 255), base
+
+
+def base_of(exponent: np.ndarray) -> int:
+    """The one exponent of a block, or the rounded mean of the non-zero ones in its sampled rows."""
+    if (exponent == exponent[0]).all():
+        return int(exponent[0])
+    sample = sampled(exponent)
+    count = int((sample > 0).sum())
+    return (int(sample.sum()) + count // 2) // count if count else 0
+
+
+def sampled(values: np.ndarray) -> np.ndarray:
+    """Rows 0, 16, 32, ... of a block."""
+    return np.concatenate([values[at : at + LANES] for at in range(0, values.size, SAMPLE_ROWS * LANES)])
 
 
 def lane_part(
