@@ -151,7 +151,18 @@ def goldens() -> dict[str, Golden]:
         "cast-bf16": Golden("cast:to=bf16", tensor(exact[:300])),
         "cast-fp16": Golden("cast:to=fp16", tensor(exact[:300])),
         "topk": Golden("topk:ratio=0.05", tensor(exact)),
+        "topk-dense": Golden("topk:ratio=0.5", tensor(exact)),
         "randomk": Golden("randomk:ratio=0.05", tensor(exact)),
+        "randomblock": Golden("randomblock:ratio=0.05", tensor(exact)),
+        "threshold": Golden("threshold:value=0.003", tensor(exact)),
+        "dgc": Golden("dgc:ratio=0.02", tensor(exact)),
+        "sign": Golden("sign", tensor(exact)),
+        "onebit": Golden("onebit", tensor(exact)),
+        "qsgd": Golden("qsgd:bits=5", tensor(exact)),
+        "qsgd-bfloat16": Golden("qsgd:bits=2,bucket=64", tensor16(exact >> 16, torch.bfloat16)),
+        "terngrad": Golden("terngrad", tensor(exact)),
+        "natural": Golden("natural", tensor(exact)),
+        "natural-4-bits": Golden("natural:bits=4", tensor(exact)),
     }
     return frames
 

@@ -21,8 +21,23 @@ from gradzip.errors import CodecError, Corrupt, Truncated, Unsupported
 VARIANTS = [
     *("gcomp:mode=lossless", "gcomp:mode=lossless,book=shared", "gcomp:mode=lossless,limit=2"),
     *("gcomp:keep=0", "gcomp:keep=7", "gcomp:keep=12,round=truncate", "gcomp:mode=paper"),
-    *("cast:to=fp16", "topk:ratio=0.3", "randomk:ratio=0.3"),
+    *(
+        "cast:to=fp16",
+        "topk:ratio=0.3",
+        "randomk:ratio=0.3",
+        "randomk:ratio=0.3,unbiased=true",
+        "randomblock:ratio=0.7",
+    ),
+    *("randomblock:ratio=0.3,unbiased=true", "threshold:value=1e-05", "threshold:value=1", "dgc:ratio=0.3,clip=0.001"),
+    *("qsgd:bits=2", "qsgd:bits=3,bucket=100", "qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "natural:bits=3"),
 ]
+# Multiplying by one over a chance, by a norm that itself shrinks, or cutting at what was cut before changes a tensor
+# again; and a type of 16 bits rounds the multiples of a step, or a mean, once more.
+NOT_TWICE = {
+    *("randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.3,unbiased=true", "dgc:ratio=0.3,clip=0.001"),
+    *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5"),
+}
+NOT_TWICE_IN_HALVES = {"qsgd"}
 FRAMED = [name for name, cls in REGISTRY.items() if cls.rounds == 1 and cls.__module__.startswith("gradzip.")]
 EXTRAS = {"zstd": "zstandard", "lz4": "lz4.block"}
 SMALL = 300  # values in frames that are damaged byte by byte
@@ -133,7 +148,11 @@ def test_the_same_bytes_every_time(codec: Codec) -> None:
 
 def test_decoding_again_changes_nothing(codec: Codec) -> None:
     """What was decoded is coded without further loss: a resumed or re-sent tensor stays what it is."""
+    if str(codec) in NOT_TWICE:
+        pytest.skip("it changes what it is given every time")
     for dtype in supported(codec):
+        if dtype.itemsize == 2 and codec.name in NOT_TWICE_IN_HALVES:
+            continue
         once = decoded(codec, encoded(codec, gradient(5000, seed=2, dtype=dtype)), 5000)
         assert same_bits(decoded(codec, encoded(codec, once), 5000), once)
 

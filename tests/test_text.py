@@ -22,6 +22,7 @@ WORDS = {
     "round": ["nearest", "truncate"],
     "book": ["frame", "shared"],
     "to": ["bf16", "fp16"],
+    "norm": ["max", "l2"],
     "feedback": ["auto", "true", "false", "bf16", "cpu"],
 }
 

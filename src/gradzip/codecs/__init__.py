@@ -1,6 +1,19 @@
 """What is kept of a tensor: one interface, one registry."""
 
-from . import baseline, gcomp, lowrank, sparse
+from . import baseline, dgc, gcomp, lowrank, quantized, sparse
 from .base import BY_ID, REGISTRY, Codec, Context, parse, register
 
-__all__ = ["BY_ID", "REGISTRY", "Codec", "Context", "baseline", "gcomp", "lowrank", "parse", "register", "sparse"]
+__all__ = [
+    "BY_ID",
+    "REGISTRY",
+    "Codec",
+    "Context",
+    "baseline",
+    "dgc",
+    "gcomp",
+    "lowrank",
+    "parse",
+    "quantized",
+    "register",
+    "sparse",
+]

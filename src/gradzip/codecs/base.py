@@ -217,6 +217,7 @@ def typed(body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deliver(values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    values = values.to(out.dtype)  # rounded before it is added, so that adding and decoding agree
     out.add_(values) if add else out.copy_(values)
 
 

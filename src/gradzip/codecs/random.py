@@ -38,3 +38,36 @@ def uniform(key: int, shape: tuple[int, ...], device: torch.device) -> torch.Ten
         numel *= size
     bits = keyed_bits(key, torch.arange(numel, dtype=torch.int64, device=device))
     return (((bits >> 9) * 2 + 1 - (1 << 23)).to(torch.float32) / (1 << 23)).view(shape)
+
+
+_CHUNK = 1 << 24  # indices hashed at once: bounded scratch memory, and within one value of the index's upper half
+
+
+def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tensor:
+    """The upper `bits` (1 to 31) of keyed_bits for the indices 0 to numel - 1, as an int32 tensor; the fast way."""
+    out = torch.empty(numel, dtype=torch.int32, device=device)
+    for start in range(0, numel, _CHUNK):
+        part = out[start : start + _CHUNK]
+        low = start & 0xFFFFFFFF
+        torch.arange(low - (low >> 31 << 32), low - (low >> 31 << 32) + part.numel(), out=part)
+        part ^= _signed(key)
+        _mix32(part)
+        part += start >> 32
+        part ^= _signed(key >> 32)
+        _mix32(part)
+        part.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
+    return out
+
+
+def _mix32(x: torch.Tensor) -> None:
+    """wire.mix32 in place on int32: multiplication wraps, and shifts drag the sign along, which is masked off."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)
+        x *= _signed(factor)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed number."""
+    word &= 0xFFFFFFFF
+    return word - (word >> 31 << 32)

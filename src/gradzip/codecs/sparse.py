@@ -1,6 +1,6 @@
 """Sparse codecs: a few values of the tensor, the rest counts as zero.
 
-What is not sent is not lost for training: both codecs are biased, so error feedback adds it to the next gradient.
+What is not sent is not lost for training: these codecs are biased, so error feedback adds it to the next gradient.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import torch
 
 from .. import wire
 from ..errors import Corrupt, Unsupported
-from .base import Context, Lossy, register, typed
-from .random import key_of, keyed_bits
+from . import selection
+from .base import Codec, Context, Lossy, register, typed
+from .packing import pack_positions, position_bytes, unpack_positions
+from .random import key_of
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPARSEST = 10**4  # values per value sent, at the most: so much can a frame claim to stand for
+_COUNT_BYTES = 8
 _KEY_BYTES = 8
-_SPARSEST = 10**6  # values per value sent, at the most
+
+
+def fewest(numel: int) -> int:
+    """How many of `numel` values a sparse frame holds at least."""
+    return -(-numel // SPARSEST)
 
 
 @dataclass(frozen=True)
-class _Sparse(Lossy):
-    """What TopK and RandomK share: how many values are kept."""
+class _Ratio(Lossy):
+    """A sparse codec that sends a given part of the values."""
 
     ratio: float = 0.01  # part of the values that is sent; higher = closer to the gradient
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 / _SPARSEST <= self.ratio <= 1:
-            raise Unsupported(f"{self.name}:ratio={self.ratio}: the part that is sent, from {1 / _SPARSEST} to 1")
+        check_ratio(self.name, self.ratio)
 
     @property
     def biased(self) -> bool:
@@ -37,113 +43,205 @@ class _Sparse(Lossy):
 
     def kept(self, numel: int) -> int:
         """How many of `numel` values are sent: at least one."""
-        return min(numel, max(1, round(self.ratio * numel)))
+        return kept(self.ratio, numel)
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    if not 1 / SPARSEST <= ratio <= 1:
+        raise Unsupported(f"{name}:ratio={ratio}: the part that is sent, from {1 / SPARSEST} to 1")
+
+
+def kept(ratio: float, numel: int) -> int:
+    return min(numel, max(fewest(numel), round(ratio * numel)))
+
+
+class SparseFrame(Codec):
+    """Values with their positions. Body: `[8] count`, the values, and their positions as packing.py writes them."""
+
+    def most(self, numel: int) -> int:
+        """How many of `numel` values a frame holds at the most."""
+        raise NotImplementedError
+
+    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
+        return sparse_bytes(numel, self.most(numel), dtype.itemsize)
 
     def _check_claim(self, header: wire.Header) -> None:
-        if header.numel > header.body_bytes * _SPARSEST:
+        if (header.body_bytes - _COUNT_BYTES) // header.dtype.itemsize < fewest(header.numel):
             raise Corrupt(f"a frame of {header.body_bytes} bytes claims to stand for {header.numel} values")
+
+    def _write(self, index: torch.Tensor, values: torch.Tensor, numel: int, body: torch.Tensor) -> int:
+        size = sparse_bytes(numel, index.numel(), values.itemsize)
+        positions = _COUNT_BYTES + index.numel() * values.itemsize
+        write_number(body, index.numel())
+        body[_COUNT_BYTES:positions] = values.view(torch.uint8)
+        body[positions:size] = pack_positions(index, numel)
+        return size
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        count = read_number(body) if body.numel() >= _COUNT_BYTES else -1
+        least = fewest(out.numel())
+        if not least <= count <= out.numel() or body.numel() != sparse_bytes(out.numel(), count, out.itemsize):
+            raise Corrupt(f"{count} of {out.numel()} values do not make a body of {body.numel()} bytes")
+        positions = _COUNT_BYTES + count * out.itemsize
+        index = unpack_positions(body[positions:], out.numel(), count)
+        _scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
 
 
 @register
 @dataclass(frozen=True)
-class TopK(_Sparse):
-    """The values of largest magnitude, exactly; of equal ones the first in the tensor.
-
-    Body: the indices in ascending order, int32, padded to the size of a value; then the values.
-    """
+class TopK(_Ratio, SparseFrame):
+    """The values of largest magnitude, exactly; of equal ones the first in the tensor."""
 
     name: ClassVar[str] = "topk"
     wire_id: ClassVar[int] = 6
     summary: ClassVar[str] = "the largest values, with their positions"
 
-    def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
-        return _topk_bytes(self.kept(numel), dtype.itemsize)
+    def most(self, numel: int) -> int:
+        return self.kept(numel)
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        if x.numel() >= 1 << 31:
-            raise Unsupported(f"topk codes tensors of less than 2^31 values, not {x.numel()}: positions are int32")
-        k = self.kept(x.numel())
-        size = _topk_bytes(k, x.itemsize)
-        start = size - k * x.itemsize
-        index = largest(x, k)
-        body[: 4 * k] = index.to(torch.int32).view(torch.uint8)
-        body[4 * k : start] = 0
-        body[start:size] = x[index].view(torch.uint8)
-        return size
-
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        item = out.itemsize
-        k = body.numel() // (4 + item)
-        if body.numel() != _topk_bytes(k, item) or k > out.numel() or (k == 0) != (out.numel() == 0):
-            raise Corrupt(f"no number of values out of {out.numel()} makes a topk body of {body.numel()} bytes")
-        start = body.numel() - k * item
-        if bool(body[4 * k : start].any()):
-            raise Corrupt("the padding behind the indices is not zero")
-        index = typed(body[: 4 * k], torch.int32).to(torch.int64)
-        if k and (int(index[0]) < 0 or int(index[-1]) >= out.numel() or bool((index[1:] <= index[:-1]).any())):
-            raise Corrupt(f"the indices do not ascend from 0 to {out.numel() - 1}")
-        _scatter(index, typed(body[start:], out.dtype), out, add)
+        index = selection.largest(x, self.kept(x.numel()))
+        return self._write(index, x[index], x.numel(), body)
 
 
 @register
 @dataclass(frozen=True)
-class RandomK(_Sparse):
-    """One value, picked at random, out of each of k equal stretches of the tensor.
+class Threshold(Lossy, SparseFrame):
+    """The values whose magnitude reaches a threshold, and at least one in ten thousand: the largest."""
 
-    All ranks pick the same places, so only values travel and frames can be averaged as they are.
+    name: ClassVar[str] = "threshold"
+    wire_id: ClassVar[int] = 10
+    summary: ClassVar[str] = "the values above a threshold, with their positions"
+    fixed_size: ClassVar[bool] = False
+
+    value: float = 0.001  # the least magnitude that is sent; higher = smaller
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.value < float("inf"):
+            raise Unsupported(f"threshold:value={self.value}: the least magnitude that is sent, above 0")
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+    def most(self, numel: int) -> int:
+        return numel
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        index = selection.reaching(x, self.value * ctx.scale)
+        if index.numel() < fewest(x.numel()):
+            index = selection.largest(x, fewest(x.numel()))
+        return self._write(index, x[index], x.numel(), body)
+
+
+@dataclass(frozen=True)
+class _Shared(_Ratio):
+    """Values at places that all ranks know, so that frames can be averaged as they are.
 
     Body: `[8] key`, which says what was picked, and the values. A NaN or infinity anywhere makes all of them NaN.
     """
 
-    name: ClassVar[str] = "randomk"
-    wire_id: ClassVar[int] = 7
-    summary: ClassVar[str] = "values at random places that all ranks know"
     summable: ClassVar[bool] = True
+
+    unbiased: bool = False  # scales what is sent by one over its chance, as without error feedback
+
+    @property
+    def biased(self) -> bool:
+        return not self.unbiased
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return _KEY_BYTES + self.kept(numel) * dtype.itemsize
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        k = self.kept(x.numel())
-        size = _KEY_BYTES + k * x.itemsize
-        key = key_of(ctx.seed, ctx.step, ctx.name)
-        values = x[sample(key, x.numel(), k, x.device)]
-        if not bool(x.isfinite().all()):
-            values = torch.full_like(values, torch.nan)
-        body[:_KEY_BYTES] = torch.frombuffer(bytearray(key.to_bytes(_KEY_BYTES, "little")), dtype=torch.uint8)
+    def _check_claim(self, header: wire.Header) -> None:
+        if (header.body_bytes - _KEY_BYTES) // header.dtype.itemsize < fewest(header.numel):
+            raise Corrupt(f"a frame of {header.body_bytes} bytes claims to stand for {header.numel} values")
+
+    def _write(self, key: int, x: torch.Tensor, values: torch.Tensor, body: torch.Tensor) -> int:
+        size = _KEY_BYTES + values.numel() * values.itemsize
+        values = torch.where(x.isfinite().all(), values, torch.nan)
+        write_number(body, key)
         body[_KEY_BYTES:size] = values.view(torch.uint8)
         return size
 
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        k, rest = divmod(body.numel() - _KEY_BYTES, out.itemsize)
-        if k < 0 or rest or k > out.numel() or (k == 0) != (out.numel() == 0):
-            raise Corrupt(f"no number of values out of {out.numel()} makes a randomk body of {body.numel()} bytes")
-        key = int.from_bytes(bytes(body[:_KEY_BYTES].tolist()), "little")
-        _scatter(sample(key, out.numel(), k, out.device), typed(body[_KEY_BYTES:], out.dtype), out, add)
+    def _read(self, body: torch.Tensor, out: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Key and values of a body."""
+        count, rest = divmod(body.numel() - _KEY_BYTES, out.itemsize)
+        if rest or not fewest(out.numel()) <= count <= out.numel():
+            raise Corrupt(f"no number of values out of {out.numel()} makes a {self.name} body of {body.numel()} bytes")
+        return read_number(body), typed(body[_KEY_BYTES:], out.dtype)
 
     def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return body[_KEY_BYTES:].view(dtype)
 
 
-def largest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """The ascending indices of the k values of largest magnitude; NaN counts as larger than infinity.
+@register
+@dataclass(frozen=True)
+class RandomK(_Shared):
+    """One value, picked at random, out of each of k equal stretches of the tensor."""
 
-    torch.topk leaves open which of several equal values it takes; here it is the first, on every device.
-    """
-    magnitude = x.view(_INTEGERS[x.itemsize]) & torch.iinfo(_INTEGERS[x.itemsize]).max
-    if k == x.numel():
-        return torch.arange(k, device=x.device)
-    limit = magnitude.topk(k, sorted=False).values.min()
-    above, equal = magnitude > limit, magnitude == limit
-    room = k - above.sum()
-    return (above | (equal & (equal.cumsum(0) <= room))).nonzero().view(-1)
+    name: ClassVar[str] = "randomk"
+    wire_id: ClassVar[int] = 7
+    summary: ClassVar[str] = "values at random places that all ranks know"
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        key = key_of(ctx.seed, ctx.step, ctx.name)
+        index, length = selection.sample(key, x.numel(), self.kept(x.numel()), x.device)
+        values = x[index]
+        return self._write(key, x, enlarged(values, length) if self.unbiased else values, body)
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        key, values = self._read(body, out)
+        index, _ = selection.sample(key, out.numel(), values.numel(), out.device)
+        _scatter(index, values, out, add)
 
 
-def sample(key: int, numel: int, k: int, device: torch.device) -> torch.Tensor:
-    """k different indices below `numel`, ascending: a random one from each of k stretches of almost equal length."""
-    bounds = torch.arange(k + 1, dtype=torch.int64, device=device) * numel // max(k, 1)
-    start, length = bounds[:-1], bounds.diff()
-    return start + (keyed_bits(key, start) * length >> 32)
+@register
+@dataclass(frozen=True)
+class RandomBlock(_Shared):
+    """One stretch of the tensor that starts at a random place and wraps around at the tensor's end."""
+
+    name: ClassVar[str] = "randomblock"
+    wire_id: ClassVar[int] = 9
+    summary: ClassVar[str] = "one stretch of values at a random place that all ranks know"
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        key, k = key_of(ctx.seed, ctx.step, ctx.name), self.kept(x.numel())
+        start = selection.block(key, x.numel())
+        wrapped = max(0, start + k - x.numel())
+        values = torch.cat([x[start : start + k], x[:wrapped]])
+        if self.unbiased and k:
+            values = enlarged(values, torch.tensor(x.numel() / k, dtype=torch.float64, device=x.device))
+        return self._write(key, x, values, body)
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        key, values = self._read(body, out)
+        start = selection.block(key, out.numel())
+        straight = min(values.numel(), out.numel() - start)
+        if not add:
+            out.zero_()
+        out[start : start + straight] += values[:straight]
+        out[: values.numel() - straight] += values[straight:]
+
+
+def enlarged(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """values times factor, in their own type; what is finite stays so."""
+    most = torch.finfo(values.dtype).max
+    product = values.double() * factor
+    return torch.where(values.isfinite(), product.clamp(-most, most), product).to(values.dtype)
+
+
+def sparse_bytes(numel: int, count: int, item: int) -> int:
+    return _COUNT_BYTES + count * item + position_bytes(numel, count)
+
+
+def write_number(body: torch.Tensor, number: int) -> None:
+    """An unsigned 64-bit number at the start of a body."""
+    body[:8] = torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def read_number(body: torch.Tensor) -> int:
+    return int.from_bytes(bytes(body[:8].tolist()), "little")
 
 
 def _scatter(index: torch.Tensor, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
@@ -152,7 +250,3 @@ def _scatter(index: torch.Tensor, values: torch.Tensor, out: torch.Tensor, add: 
     else:
         out.zero_()
     out[index] = values
-
-
-def _topk_bytes(k: int, item: int) -> int:
-    return -(-4 * k // item) * item + k * item

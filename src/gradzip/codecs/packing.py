@@ -1,0 +1,160 @@
+"""Small numbers, packed: values of 1 to 8 bits, ternary digits, and ascending positions.
+
+Everything is a handful of whole-tensor operations, so that it runs wherever torch does. Bits fill bytes from the
+lowest up. What a packer leaves over in its last byte is zero, and an unpacker refuses anything else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ..errors import Corrupt
+
+TRITS_PER_BYTE = 5  # 3^5 = 243 of 256
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes that `count` values of that many bits take."""
+    return (count * bits + 7) // 8
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 values below 2^bits as bytes."""
+    if bits == 8:
+        return values
+    size = packed_bytes(values.numel(), bits)
+    groups = pad(values, (0, -values.numel() % 8)).view(-1, 8)
+    if 8 % bits == 0:
+        return _folded(groups.view(-1, 8 // bits), bits)[:size]
+    words = _folded(groups.to(torch.int64), bits)
+    return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[:size]
+
+
+def _folded(groups: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each row of values as one number."""
+    folded = groups[:, 0] + 0  # a new tensor without the strides of the column, which a clone of one row keeps
+    for place in range(1, groups.shape[1]):
+        folded |= groups[:, place] << bits * place
+    return folded
+
+
+def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
+    """The inverse of `pack`, for exactly packed_bytes(count, bits) bytes."""
+    assert data.numel() == packed_bytes(count, bits)
+    if bits == 8:
+        return data
+    if 8 % bits == 0:
+        values = _unfolded(data, bits, 8 // bits)
+    else:
+        groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)
+        words = pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)
+        values = _unfolded(words.view(-1), bits, 8).to(torch.uint8)
+    if count * bits % 8 and bool(data[-1] >> count * bits % 8):
+        raise Corrupt("bits are set behind the last value")
+    return values[:count]
+
+
+def _unfolded(words: torch.Tensor, bits: int, places: int) -> torch.Tensor:
+    return torch.stack([words >> bits * place & (1 << bits) - 1 for place in range(places)], 1).view(-1)
+
+
+def trit_bytes(count: int) -> int:
+    return -(-count // TRITS_PER_BYTE)
+
+
+def pack_trits(values: torch.Tensor) -> torch.Tensor:
+    """uint8 values 0, 1 and 2, five to a byte."""
+    groups = pad(values, (0, -values.numel() % TRITS_PER_BYTE)).view(-1, TRITS_PER_BYTE)
+    packed = groups[:, 4].clone()
+    for place in (3, 2, 1, 0):
+        packed.mul_(3).add_(groups[:, place])
+    return packed
+
+
+def unpack_trits(data: torch.Tensor, count: int) -> torch.Tensor:
+    assert data.numel() == trit_bytes(count)
+    digits, rest = [], data
+    for _ in range(TRITS_PER_BYTE):
+        digits.append(rest % 3)
+        rest = torch.div(rest, 3, rounding_mode="floor")
+    values = torch.stack(digits, 1).view(-1)
+    if bool(rest.any()) or bool(values[count:].any()):
+        raise Corrupt("a byte is no group of five ternary digits")
+    return values[:count]
+
+
+# -- positions: k different indices below n in ascending order ---------------------------------------------------------
+#
+# Elias and Fano: of each index the lowest `width` bits as they are, and the rest in a bit vector where the i-th index
+# sets bit (index >> width) + i. With width = log2(n/k) that takes less than 2 bits per index over the entropy of the
+# choice, and its size follows from n and k. Where many are chosen, a plain bit vector of n bits is smaller.
+
+
+def _low_width(numel: int, count: int) -> int:
+    """Bits of each index that are stored as they are; 0: a plain bit vector."""
+    width = (numel // count).bit_length() - 1
+    fano = _low_bytes(count, width) + packed_bytes(_upper_bits(numel, count, width), 1)
+    return width if fano < packed_bytes(numel, 1) else 0
+
+
+def _low_bytes(count: int, width: int) -> int:
+    return width // 8 * count + packed_bytes(count, width % 8)
+
+
+def _upper_bits(numel: int, count: int, width: int) -> int:
+    return ((numel - 1) >> width) + count
+
+
+def position_bytes(numel: int, count: int) -> int:
+    """Bytes that `count` positions below `numel` take."""
+    if count == 0:
+        return 0
+    width = _low_width(numel, count)
+    if width == 0:
+        return packed_bytes(numel, 1)
+    return _low_bytes(count, width) + packed_bytes(_upper_bits(numel, count, width), 1)
+
+
+def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
+    """Ascending int64 indices below `numel` as bytes."""
+    count = index.numel()
+    if count == 0:
+        return index.new_empty(0, dtype=torch.uint8)
+    width = _low_width(numel, count)
+    if width == 0:
+        return pack(_marked(index, numel), 1)
+    parts = [(index >> 8 * plane).to(torch.uint8) for plane in range(width // 8)]
+    if width % 8:
+        parts.append(pack((index >> width // 8 * 8 & (1 << width % 8) - 1).to(torch.uint8), width % 8))
+    upper = (index >> width) + torch.arange(count, device=index.device)
+    return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)])
+
+
+def unpack_positions(data: torch.Tensor, numel: int, count: int) -> torch.Tensor:
+    """The inverse, for position_bytes(numel, count) bytes; Corrupt unless `count` indices ascend below numel."""
+    assert data.numel() == position_bytes(numel, count)
+    if count == 0:
+        return data.new_empty(0, dtype=torch.int64)
+    width = _low_width(numel, count)
+    start = _low_bytes(count, width) if width else 0
+    marked = unpack(data[start:], _upper_bits(numel, count, width) if width else numel, 1).nonzero().view(-1)
+    if marked.numel() != count:
+        raise Corrupt(f"{marked.numel()} positions are marked where {count} values follow")
+    if width == 0:
+        return marked
+    index = (marked - torch.arange(count, device=data.device)) << width
+    for plane in range(width // 8):
+        index |= data[plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
+    if width % 8:
+        odd = unpack(data[width // 8 * count : start], count, width % 8)
+        index |= odd.to(torch.int64) << width // 8 * 8
+    if bool((index.diff() <= 0).any() | (index[-1] >= numel)):
+        raise Corrupt(f"the positions do not ascend from 0 to {numel - 1}")
+    return index
+
+
+def _marked(index: torch.Tensor, size: int) -> torch.Tensor:
+    marks = torch.zeros(size, dtype=torch.uint8, device=index.device)
+    marks[index] = 1
+    return marks

@@ -1,0 +1,67 @@
+"""Which values of a tensor a sparse codec sends: the largest, those above a threshold, or random ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .base import wide
+from .random import keyed_bits
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE = 1 << 14  # values that a threshold is guessed from
+
+
+def magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the values' magnitudes; NaN is larger than infinity."""
+    kind = _INTEGERS[x.itemsize]
+    return x.view(kind) & torch.iinfo(kind).max
+
+
+def largest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The ascending indices of the k values of largest magnitude; of equal ones the first, on every device.
+
+    Selecting from many values is slow, so a threshold is guessed from a sample first, low enough that more than k
+    values should reach it, as in Deep Gradient Compression (Lin et al., ICLR 2018). There the guess decides
+    what is sent; here it only narrows the search, and where it proves too high all values are searched.
+    """
+    magnitude = magnitudes(x)
+    if k == x.numel():
+        return torch.arange(k, device=x.device)
+    if x.numel() >= 4 * _SAMPLE and 8 * k <= x.numel():
+        sample = magnitude[:: x.numel() // _SAMPLE]
+        expected = k * sample.numel() / x.numel()
+        guess = sample.topk(math.ceil(expected + 3 * math.sqrt(expected) + 3), sorted=False).values.min()
+        likely = (magnitude >= guess).nonzero().view(-1)
+        if likely.numel() >= k:
+            return likely[_largest(magnitude[likely], k)]
+    return _largest(magnitude, k)
+
+
+def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
+    """As `largest`. torch.topk leaves open which of several equal values it takes."""
+    limit = magnitude.topk(k, sorted=False).values.min()
+    above, equal = magnitude > limit, magnitude == limit
+    room = k - above.sum()
+    return (above | (equal & (equal.cumsum(0) <= room))).nonzero().view(-1)
+
+
+def reaching(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The ascending indices of the values of at least that magnitude; NaN always counts as such."""
+    return (~(wide(x).abs() < threshold)).nonzero().view(-1)
+
+
+def sample(key: int, numel: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """k different indices below `numel`, ascending: a random one from each of k stretches of almost equal length.
+
+    Also those lengths: one over the chance that each index had.
+    """
+    bounds = torch.arange(k + 1, dtype=torch.int64, device=device) * numel // max(k, 1)
+    start, length = bounds[:-1], bounds.diff()
+    return start + (keyed_bits(key, start) * length >> 32), length
+
+
+def block(key: int, numel: int) -> int:
+    """Where a stretch of the tensor starts that wraps around at its end: anywhere with equal chance."""
+    return int(keyed_bits(key, torch.zeros(1, dtype=torch.int64))) * numel >> 32
