@@ -9,12 +9,18 @@ tensor is a matrix M of shape [shape0, -1]. One step of subspace iteration, star
 
 Each rank's own part in that sum is P (M_w^T P)^T, so what it lost is M_w - P (M_w^T P)^T. This local residual does
 not drift away from that of other ranks, as the difference to the mean would.
+
+With `alternate` a step does one half of this, P from an orthogonalised Q or Q from an orthogonalised P in turn, as the
+authors' later package does: half the values, and one collective instead of three.
+
+Matrices of equal shape go through each operation together: a model has hundreds of matrices and a handful of shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -23,6 +29,8 @@ from ..errors import Unsupported
 from .base import Context, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
+Average = Callable[[torch.Tensor], None]
+
 
 @register
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class PowerSGD(Lossy):
     """Low-rank factors with a warm start. Vectors, and matrices that factors would not make smaller, stay as they are.
 
     Three collectives in all, however many tensors there are: what stays as it is, all P, all Q. It has no frame.
+    State: `q`, and with `alternate` also `p` and `half`, which is 1 if `p` is the newer one.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -38,6 +47,7 @@ class PowerSGD(Lossy):
     rounds: ClassVar[int] = 2
 
     rank: int = 1  # columns of the factors; higher = closer to the gradient
+    alternate: bool = False  # one factor per step, by one collective
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,39 +63,98 @@ class PowerSGD(Lossy):
         rows, columns = _matrix(shape)
         return len(shape) > 1 and (rows + columns) * self.rank < rows * columns
 
-    def reduce(
-        self, tensors: list[torch.Tensor], contexts: list[Context], average: Callable[[torch.Tensor], None]
-    ) -> list[Reduced]:
-        whole = [i for i, t in enumerate(tensors) if not self.factored(t.shape)]
-        factored = [i for i, t in enumerate(tensors) if self.factored(t.shape)]
-        means = _averaged([wide(tensors[i]) for i in whole], average)
-        results = {i: Reduced(mean, None) for i, mean in zip(whole, means)}
+    def sent(self, shape: Sequence[int]) -> float:
+        """Values that a rank contributes for a tensor of that shape in a step; with `alternate`, on average."""
+        rows, columns = _matrix(shape)
+        if not self.factored(shape):
+            return rows * columns
+        return (rows + columns) * self.rank * (0.5 if self.alternate else 1)
 
-        matrices = [wide(tensors[i]).reshape(_matrix(tensors[i].shape)) for i in factored]
-        start = [self._start(m, contexts[i]) for i, m in zip(factored, matrices)]
-        left = [_orthonormal(p) for p in _averaged([m @ q for m, q in zip(matrices, start)], average)]
-        own = [m.t() @ p for m, p in zip(matrices, left)]
-        right = _averaged(own, average)
-        for i, m, p, q_own, q in zip(factored, matrices, left, own, right):
-            contexts[i].state["q"] = q
-            shape = tensors[i].shape
-            results[i] = Reduced((p @ q.t()).view(shape), (m - p @ q_own.t()).view(shape))
+    def reduce(self, tensors: list[torch.Tensor], contexts: list[Context], average: Average) -> list[Reduced]:
+        whole = [i for i, t in enumerate(tensors) if not self.factored(t.shape)]
+        plain = [wide(tensors[i]) for i in whole]
+        batches = self._batches(tensors, contexts)
+        if self.alternate:
+            means = self._half_step(batches, plain, average)
+        else:
+            means = _averaged(plain, average)
+            self._step(batches, average)
+        results = {i: Reduced(mean, None) for i, mean in zip(whole, means)}
+        for batch in batches:
+            for place, i in enumerate(batch.places):
+                lost = None if batch.residual is None else batch.residual[place].view(tensors[i].shape)
+                results[i] = Reduced(batch.mean[place].view(tensors[i].shape), lost)
         return [results[i] for i in range(len(tensors))]
 
-    def _start(self, matrix: torch.Tensor, ctx: Context) -> torch.Tensor:
-        """Q to start from, columns scaled to length 1: the last step's, random where there is none.
+    def _batches(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[_Batch]:
+        """The tensors to be factored, by shape and by the factor that is to be renewed."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, (tensor, ctx) in enumerate(zip(tensors, contexts)):
+            if self.factored(tensor.shape):
+                half = ctx.state.get("half", 0) if self.alternate else 0
+                groups.setdefault((*_matrix(tensor.shape), wide(tensor).dtype, half), []).append(i)
+        batches = []
+        for (*_, half), places in groups.items():
+            matrices = [wide(tensors[i]).reshape(_matrix(tensors[i].shape)) for i in places]
+            together = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
+            batches.append(_Batch(places, together, bool(half), [contexts[i] for i in places]))
+        return batches
+
+    def _step(self, batches: list[_Batch], average: Average) -> None:
+        start = [self._start(b, "q") for b in batches]
+        left = _orthonormal(_averaged([b.matrices @ q for b, q in zip(batches, start)], average))
+        own = [b.matrices.mT @ p for b, p in zip(batches, left)]
+        for batch, p, q_own, q in zip(batches, left, own, _averaged(own, average)):
+            batch.mean = p @ q.mT
+            self._keep_residual(batch, p, q_own)
+            for place, ctx in enumerate(batch.contexts):
+                ctx.state.pop("p", None)
+                ctx.state.pop("half", None)
+                ctx.state["q"] = q[place]
+
+    def _half_step(self, batches: list[_Batch], plain: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
+        basis = _orthonormal([self._start(b, "p" if b.half else "q") for b in batches])
+        turned = [b.matrices.mT if b.half else b.matrices for b in batches]
+        own = [m @ q for m, q in zip(turned, basis)]
+        averaged = _averaged([*plain, *own], average)
+        for batch, q, p_own, p in zip(batches, basis, own, averaged[len(plain) :]):
+            batch.mean = q @ p.mT if batch.half else p @ q.mT
+            self._keep_residual(batch, *((q, p_own) if batch.half else (p_own, q)))
+            new, old = ("q", "p") if batch.half else ("p", "q")
+            for place, ctx in enumerate(batch.contexts):
+                ctx.state[new], ctx.state[old] = p[place], q[place]
+                ctx.state["half"] = int(not batch.half)
+        return averaged[: len(plain)]
+
+    def _keep_residual(self, batch: _Batch, left: torch.Tensor, right: torch.Tensor) -> None:
+        if self.error_memory is not None:
+            batch.residual = torch.baddbmm(batch.matrices, left, right.mT, alpha=-1)
+
+    def _start(self, batch: _Batch, factor: str) -> torch.Tensor:
+        """The factor to start from, columns scaled to length 1: the last step's, random where there is none.
 
         Columns are added or dropped where the rank has changed. A column of zeros would stay zero for ever, so it
         is drawn anew.
         """
-        key = key_of(ctx.seed, ctx.step, ctx.name)
-        fresh = uniform(key, (matrix.shape[1], self.rank), matrix.device).to(matrix.dtype)
-        last = ctx.state.get("q")
-        if last is not None:
-            kept = last[:, : self.rank]
-            fresh[:, : kept.shape[1]] = torch.where((kept == 0).all(0), fresh[:, : kept.shape[1]], kept)
-        length = torch.linalg.vector_norm(fresh, dim=0).clamp(min=torch.finfo(fresh.dtype).tiny)
-        return fresh.div_(length)
+        size = batch.matrices.shape[1 if factor == "p" else 2]
+        fresh = _random(size, self.rank, batch.contexts[0].seed, batch.matrices.device).to(batch.matrices.dtype)
+        last = [ctx.state.get(factor) for ctx in batch.contexts]
+        start = torch.stack([fresh if q is None else _columns(q, fresh) for q in last])
+        start = torch.where((start == 0).all(1, keepdim=True), fresh, start)
+        length: torch.Tensor = torch.linalg.vector_norm(start, dim=1, keepdim=True)
+        return start / length.clamp(min=torch.finfo(start.dtype).tiny)
+
+
+class _Batch:
+    """Matrices of one shape, and what becomes of them."""
+
+    def __init__(self, places: list[int], matrices: torch.Tensor, half: bool, contexts: list[Context]) -> None:
+        self.places = places  # in the caller's list
+        self.matrices = matrices
+        self.half = half  # alternate: p is the newer factor, so q is to be renewed
+        self.contexts = contexts
+        self.mean = matrices
+        self.residual: torch.Tensor | None = None
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -96,19 +165,54 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
-def _averaged(tensors: list[torch.Tensor], average: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+@lru_cache(maxsize=64)
+def _random(size: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Where all ranks start from: the same for all matrices with as many columns, which do not meet anyway."""
+    return uniform(key_of(seed, 0, f"powersgd {size}"), (size, rank), device)
+
+
+def _columns(last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """The last factor with as many columns as `fresh`, from which missing ones are taken."""
+    had, wanted = last.shape[1], fresh.shape[1]
+    if had == wanted:
+        return last
+    return last[:, :wanted] if had > wanted else torch.cat([last, fresh[:, had:]], 1)
+
+
+def _averaged(tensors: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
     """The mean of each tensor over all ranks, by one collective for all of them."""
     if not tensors:
         return []
     flat = torch.cat([t.reshape(-1) for t in tensors])
     average(flat)
-    return [part.view(t.shape) for part, t in zip(flat.split_with_sizes([t.numel() for t in tensors]), tensors)]
+    parts = flat.split_with_sizes([t.numel() for t in tensors])
+    return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors)]
 
 
-def _orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns that span at least what p's columns span.
+_SHIFT = 1e-12  # of a column's squared length: well below float32's noise, well above float64's
+_LOST = 1e-3  # a column is dropped if so much or less is left of it where all of it would leave 1
 
-    Householder's QR needs no epsilon: columns that are zero or depend on others give further orthonormal ones.
+
+def _orthonormal(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Orthonormal columns that span what each matrix's columns span, zeros for columns that depend on others.
+
+    Cholesky QR: with P^T P = R^T R the columns of P R^-1 are orthonormal. In float64, R exists for every float32
+    matrix once a tiny shift is added; the first pass leaves almost nothing of columns that depend on those before, and
+    the second puts right what the shift changed. The small matrices of all shapes are factored together, which takes a
+    GPU a few kernels and no word with the host; a Householder QR for each matrix is far slower there.
     """
-    q: torch.Tensor = torch.linalg.qr(p).Q
-    return q
+    if not batches:
+        return []
+    columns = [p.double() for p in batches]
+    for least in (0.0, _LOST):
+        gram = torch.cat([p.mT @ p for p in columns])
+        length = gram.diagonal(dim1=1, dim2=2).sqrt()
+        scale = torch.where(length > least, 1 / length, 0)
+        identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        normal = scale[:, :, None] * gram * scale[:, None, :] + _SHIFT * identity
+        lower = torch.linalg.cholesky_ex(normal)[0]
+        lower = torch.where((scale == 0)[:, :, None], identity, lower)  # nothing depends on a column of zeros
+        inverse = torch.linalg.solve_triangular(lower.mT, identity.expand_as(lower), upper=True)
+        change = scale[:, :, None] * inverse
+        columns = [p @ r for p, r in zip(columns, change.split([len(p) for p in columns]))]
+    return [p.to(b.dtype) for p, b in zip(columns, batches)]

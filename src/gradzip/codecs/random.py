@@ -7,6 +7,7 @@ so a user's own random numbers stay what they were.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
@@ -31,15 +32,6 @@ def hash_bits(seed: int, step: int, name: str, index: torch.Tensor) -> torch.Ten
     return keyed_bits(key_of(seed, step, name), index)
 
 
-def uniform(key: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """float32 values spread evenly over (-1, 1), never 0; exact arithmetic, so that every device agrees."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    bits = keyed_bits(key, torch.arange(numel, dtype=torch.int64, device=device))
-    return (((bits >> 9) * 2 + 1 - (1 << 23)).to(torch.float32) / (1 << 23)).view(shape)
-
-
 _CHUNK = 1 << 24  # indices hashed at once: bounded scratch memory, and within one value of the index's upper half
 
 
@@ -57,6 +49,12 @@ def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tenso
         _mix32(part)
         part.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
     return out
+
+
+def uniform(key: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """float32 values spread evenly over (-1, 1), never 0; exact arithmetic, so that every device agrees."""
+    odd = stream(key, math.prod(shape), 23, device).mul_(2).sub_((1 << 23) - 1)
+    return (odd.float() / (1 << 23)).view(shape)
 
 
 def _mix32(x: torch.Tensor) -> None:
