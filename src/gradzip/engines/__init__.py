@@ -2,7 +2,7 @@
 
     reference   plain NumPy, the oracle
     native      C++ with SIMD, for CPU tensors
-    triton      GPU kernels, for CUDA tensors
+    cuda        GPU kernels, for CUDA tensors
 
 Each engine is a module with encode, decode, histogram and code_lengths. `pick` is the only resolver; the
 environment variable GRADZIP_ENGINE or `use()` overrides it. Nothing falls back silently: an engine that is asked
@@ -21,25 +21,27 @@ import torch
 
 from ..errors import EngineError, Unsupported
 
-NAMES = ("reference", "native", "triton")
-_MODULES = {"reference": "reference", "native": "native", "triton": "gpu"}
+NAMES = ("reference", "native", "cuda")
 _override: str | None = None
 
 
 def load(name: str) -> ModuleType:
     """The engine module of that name; EngineError with the reason if it cannot run here."""
-    if name not in _MODULES:
+    if name not in NAMES:
         raise EngineError(f"unknown engine {name!r}: choose one of {', '.join(NAMES)}")
     try:
-        return importlib.import_module(f".{_MODULES[name]}", __name__)
-    except (ImportError, OSError) as cause:
+        engine = importlib.import_module(f".{name}", __name__)
+        if name == "cuda":
+            engine.require_device()
+    except (ImportError, OSError, EngineError) as cause:
         raise EngineError(f"the {name} engine cannot run here: {cause}") from cause
+    return engine
 
 
 def pick(device: torch.device | str) -> ModuleType:
     """The engine for tensors on `device`."""
     kind = torch.device(device).type
-    name = _override or os.environ.get("GRADZIP_ENGINE") or ("triton" if kind == "cuda" else "native")
+    name = _override or os.environ.get("GRADZIP_ENGINE") or ("cuda" if kind == "cuda" else "native")
     if kind != "cpu" and name in ("reference", "native"):  # they would take its addresses for the CPU's
         raise Unsupported(f"the {name} engine codes CPU tensors, not one on {device}: move it to the CPU first")
     return load(name)

@@ -1,0 +1,278 @@
+"""The GComp body on NVIDIA GPUs. Same bytes as the reference engine.
+
+Works on the current CUDA stream of the calling thread; one thread per stream at a time. `encode` waits for the stream
+once, to learn sizes; `decode` once, to learn whether the payload was sound. `encode_many` and `decode_many` do so for
+all their tensors together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import Corrupt, EngineError, Truncated, Unsupported
+from ..layout import (
+    BODY_HEAD_BYTES,
+    CODINGS,
+    FIXED,
+    NEAR,
+    Floor,
+    Job,
+    blocks_of,
+    blocks_offset,
+    segments_of,
+)
+from . import launch
+from .launch import Launch, Part, batches, check_type
+from .tables import code_lengths as code_lengths  # part of the engine's interface
+
+NAME = "cuda"
+
+FloorLike = torch.Tensor | Floor | None
+
+_FAULTS: list[tuple[int, type[Exception], str]] = [
+    (1 << 1, Corrupt, "reserved or contradictory bits in the head of the gcomp body"),
+    (1 << 0, Corrupt, "a code table is no complete code"),
+    (1 << 2, Corrupt, "the padding behind the block index is not zero"),
+    (1 << 4, Truncated, "a block ends behind the end of the payload"),
+    (1 << 5, Corrupt, "bytes follow the last block"),
+    (1 << 6, Corrupt, "a block of a reserved kind"),
+    (1 << 7, Corrupt, "a raw block has the wrong size or padding"),
+    (1 << 8, Truncated, "a dense block ends inside its head"),
+    (1 << 9, Corrupt, "the head of a dense block contradicts itself or its length"),
+    (
+        1 << 10,
+        Corrupt,
+        "the lanes of a dense block do not end where they began (near mode: or the floors differ from the encoder's)",
+    ),
+    (1 << 11, Corrupt, "a dense block holds another number of values than its head says"),
+    (1 << 12, Corrupt, "a sparse block contradicts itself (or the floors differ from the encoder's)"),
+    (1 << 13, Corrupt, "a sparse block in a frame that is not in near mode"),
+]
+_OTHER_CODING = 1 << 14  # the body has the coding of bits 16 and 17, not the expected one
+
+
+# --- Interface ---------------------------------------------------------------------------------------------------
+
+
+def encode(
+    x: torch.Tensor, job: Job, out: torch.Tensor, floor: FloorLike = None, lengths: torch.Tensor | None = None
+) -> int:
+    """Writes the body of flat `x` into uint8 `out` and returns its length in bytes.
+
+    `lengths`, (segments, 256) uint8, are the code lengths to use; by default the encoder samples `x`.
+    """
+    return encode_many([x], job, [out], [floor], [lengths])[0]
+
+
+def encode_many(
+    xs: Sequence[torch.Tensor],
+    job: Job,
+    outs: Sequence[torch.Tensor],
+    floors: Sequence[FloorLike] | None = None,
+    lengths: Sequence[torch.Tensor | None] | None = None,
+) -> list[int]:
+    """`encode` of several tensors in as few launches as possible, and one wait."""
+    parts = [
+        Part(x, _aligned_room(out), floor=floor, lengths=None if given is None else given.to(x.device).contiguous())
+        for x, out, floor, given in zip(xs, outs, floors or [None] * len(xs), lengths or [None] * len(xs))
+    ]
+    sizes = _encode(parts, job)
+    for part, out, size in zip(parts, outs, sizes):
+        if part.body is not out and part.body is not None:
+            out[:size] = part.body[:size]
+    return sizes
+
+
+def decode(
+    body: torch.Tensor,
+    out: torch.Tensor,
+    floor: FloorLike = None,
+    shift: int = 0,
+    add: bool = False,
+    book: torch.Tensor | None = None,
+) -> None:
+    """Reads a body into flat `out`, adding to what is there if `add`. `book`: (segments, 256) lengths of a shared book.
+
+    If the payload proves to be corrupt, `out` has been written to in part.
+    """
+    decode_many([body], [out], [floor], shift, add, [book])
+
+
+def decode_many(
+    bodies: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    floors: Sequence[FloorLike] | None = None,
+    shift: int = 0,
+    add: bool = False,
+    books: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """`decode` of several bodies in as few launches as possible, and one wait. No two of them write to the same place."""
+    parts = [
+        _readable(body, out, floor, book, out if add else None)
+        for body, out, floor, book in zip(bodies, outs, floors or [None] * len(outs), books or [None] * len(outs))
+    ]
+    for batch in batches([part for part in parts if part.values.numel()]):
+        coding = FIXED if batch[0].floor is None else NEAR
+        actual = _decode(batch, coding, shift)
+        if actual is not None:  # rare enough to take one at a time
+            for part in batch:
+                one = [part]
+                other = _decode(one, coding, shift)
+                if other == NEAR:
+                    raise Unsupported("decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them")
+                if other is not None:
+                    _decode(one, other, shift)
+
+
+def decode_add_encode(
+    body: torch.Tensor,
+    local: torch.Tensor,
+    job: Job,
+    out: torch.Tensor,
+    floor: FloorLike = None,
+    in_shift: int = 0,
+    lengths: torch.Tensor | None = None,
+    book: torch.Tensor | None = None,
+) -> int:
+    """One hop of a ring: the body of local + decoded(body). `lengths` None: the incoming tables.
+
+    Decoding and encoding follow each other on the stream; the host waits once, at the end.
+    """
+    if local.dtype != torch.float32:
+        raise Unsupported(f"sums are formed in float32, not {local.dtype}")
+    if local.numel() == 0:
+        return encode(local, job, out, floor, lengths)
+    total = torch.empty_like(local)
+    incoming = _readable(body, total, floor, book, local)
+    coding = FIXED if floor is None else NEAR
+    reading = Launch([incoming], coding, Job("near", shift=in_shift))
+    reading.read_tables()
+    reading.decode()
+    tables = incoming.body if lengths is None and book is None else None
+    given = lengths if lengths is not None else book
+    room = _aligned_room(out)
+    writing = Launch([Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job)
+    writing.plan()
+    writing.encode()
+    (size,), status = writing.finish()
+    _raise_faults(status)
+    if status & _OTHER_CODING:
+        raise Corrupt("the frame that came in is of another mode than the one that goes out")
+    if room is not out:
+        out[:size] = room[:size]
+    return size
+
+
+def histogram(x: torch.Tensor, job: Job, floor: FloorLike = None) -> torch.Tensor:
+    """Sampled symbol counts of each segment, (segments, 256) int64."""
+    check_type(x)
+    counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
+    if x.numel():
+        Launch([Part(x, floor=_needed_floor(x, job, floor))], _coding(x, job), job).plan(counts)
+    return counts.to(torch.int64)
+
+
+# --- Inside ------------------------------------------------------------------------------------------------------
+
+
+def _coding(x: torch.Tensor, job: Job) -> int:
+    return CODINGS[job.mode] if x.dtype == torch.float32 else FIXED
+
+
+def _needed_floor(x: torch.Tensor, job: Job, floor: FloorLike) -> FloorLike:
+    if _coding(x, job) == FIXED:
+        return None
+    if floor is None:
+        raise Unsupported(f"gcomp in {job.mode} mode needs floor=")
+    if job.shift < 0:
+        raise Unsupported(f"floors are shifted up, for sums of several ranks; not by {job.shift}")
+    return floor
+
+
+def _aligned_room(out: torch.Tensor) -> torch.Tensor:
+    """`out`, or as much memory where kernels may write words."""
+    return out if out.data_ptr() % 4 == 0 else torch.empty_like(out)
+
+
+def _encode(parts: list[Part], job: Job) -> list[int]:
+    for part in parts:
+        check_type(part.values)
+    empty = bytes([CODINGS[job.mode], 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
+    sizes = []
+    for batch in batches(parts):
+        filled = [
+            Part(p.values, p.body, 0, _needed_floor(p.values, job, p.floor), p.lengths)
+            for p in batch
+            if p.values.numel()
+        ]
+        found: list[int] = []
+        if filled:
+            run = Launch(filled, _coding(filled[0].values, job), job)
+            run.plan()
+            run.encode()
+            found, status = run.finish()
+            if status & 1:
+                raise Unsupported("the code lengths given are no complete code")
+        left = iter(found)
+        for part in batch:
+            if part.values.numel() == 0 and part.body is not None:
+                head = bytearray(empty)
+                head[0] = _coding(part.values, job)
+                part.body[:BODY_HEAD_BYTES] = torch.frombuffer(head, dtype=torch.uint8)
+            sizes.append(next(left) if part.values.numel() else BODY_HEAD_BYTES)
+    return sizes
+
+
+def _readable(
+    body: torch.Tensor, out: torch.Tensor, floor: FloorLike, book: torch.Tensor | None, addend: torch.Tensor | None
+) -> Part:
+    """A body that is long enough for its tables, at an address where kernels may read words."""
+    check_type(out)
+    shared = 0 if book is None else 1
+    if body.numel() < BODY_HEAD_BYTES:
+        raise Truncated("the gcomp body ends inside its head")
+    if body.numel() < blocks_offset(out.numel(), shared):
+        raise Truncated("the gcomp body ends inside its tables")
+    if body.data_ptr() % 4 or body.numel() % 4:
+        padded = torch.zeros((body.numel() + 3) // 4 * 4, dtype=torch.uint8, device=body.device)
+        padded[: body.numel()] = body
+    else:
+        padded = body
+    if out.numel() == 0:
+        _check_empty(body, shared)
+    if blocks_of(out.numel()) >= 1 << 31:
+        raise Unsupported(f"{out.numel()} values are too many for one launch: decode it in parts")
+    return Part(out, padded, body.numel(), floor if out.dtype == torch.float32 else None, book, addend=addend)
+
+
+def _check_empty(body: torch.Tensor, shared: int) -> None:
+    head = body[:BODY_HEAD_BYTES].tolist()
+    if head[0] > 2 or head[1] != shared or head[2] or head[3] or any(head[4:]) != bool(shared):
+        raise Corrupt("reserved or contradictory bits in the head of the gcomp body")
+    if body.numel() != BODY_HEAD_BYTES:
+        raise Corrupt(f"{body.numel() - BODY_HEAD_BYTES} bytes follow the last block")
+
+
+def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
+    """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
+    run = Launch(batch, coding, Job("near", shift=shift))
+    run.read_tables()
+    run.decode()
+    _, status = run.finish()
+    _raise_faults(status)
+    return (status >> 16) & 3 if status & _OTHER_CODING else None
+
+
+def _raise_faults(status: int) -> None:
+    for bit, error, message in _FAULTS:
+        if status & bit:
+            raise error(message)
+
+
+
+def require_device() -> None:
+    """Raises EngineError where kernels cannot run."""
+    if not torch.cuda.is_available() and launch.emulator is None:
+        raise EngineError("there is no CUDA device")

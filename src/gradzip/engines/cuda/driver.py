@@ -1,0 +1,173 @@
+"""Compiles kernels with NVRTC and launches them through the CUDA driver: both come with torch and its driver.
+
+CUDA C++ rather than Triton because one warp per block needs what Triton hides: tables and stream windows in shared
+memory, votes, and several independent warps per group. There is still no build step: a kernel is compiled when it is
+first used (about a second) and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ...errors import EngineError
+
+KERNELS = Path(__file__).parent / "kernels"
+# One source, in this order: later files use what earlier ones define.
+FILES = ("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode")
+_OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
+
+
+def source() -> str:
+    """All kernels as one text; line numbers in messages are those of the files."""
+    return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in FILES)
+
+
+def _entry(kernel: str, threads: int) -> str:
+    """The function that is launched; `kernel` is a function of the source with its template arguments."""
+    return (
+        f'extern "C" __global__ void __launch_bounds__({threads}) entry(const __grid_constant__ Args a)'
+        f" {{ {kernel}(a); }}\n"
+    )
+
+
+# --- NVRTC -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """The compiler library that torch ships with, or that of a CUDA toolkit."""
+    if torch.version.cuda is None:
+        raise EngineError("this torch is built without CUDA, and the cuda engine needs its compiler library (NVRTC)")
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    site = Path(torch.__file__).parent.parent
+    places = [
+        *sorted(site.glob(f"nvidia/*/lib/{name}")),
+        *sorted((site / "torch" / "lib").glob("libnvrtc*.so*")),
+        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / name,
+    ]
+    for place in [name, *map(str, places)]:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise EngineError(f"{name} is not found: install nvidia-cuda-nvrtc for CUDA {torch.version.cuda}, or set CUDA_HOME")
+
+
+def _compile(text: str, architecture: str) -> bytes:
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gradzip.cu", 0, None, None)
+    options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={architecture}")]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise EngineError(f"NVRTC cannot compile for {architecture}: {log.value.decode(errors='replace')[:4000]}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+def _binary(kernel: str, threads: int, architecture: str) -> bytes:
+    """A compiled kernel, from the cache folder where it is there."""
+    text = source() + _entry(kernel, threads)
+    key = hashlib.sha256(f"{text}{_OPTIONS}{architecture}{torch.version.cuda}".encode()).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradzip" / "kernels"
+    path = folder / f"{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    binary = _compile(text, architecture)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(binary)
+        os.replace(file.name, path)  # several processes may compile at once
+    except OSError:
+        pass  # a cache that cannot be written only costs time
+    return binary
+
+
+# --- The driver --------------------------------------------------------------------------------------------------
+
+
+@cache
+def _cuda() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as cause:
+        raise EngineError(f"the CUDA driver is not found: {cause}") from cause
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _cuda().cuGetErrorName(code, ctypes.byref(name))
+        raise EngineError(f"{what} failed: {(name.value or b'unknown error').decode()}")
+
+
+class Device:
+    """Launches kernels on one GPU, on the current stream of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        properties = torch.cuda.get_device_properties(device)
+        self.processors: int = properties.multi_processor_count
+        self._architecture = f"sm_{properties.major}{properties.minor}"
+        self._context = ctypes.c_void_p()
+        _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device.index), "using the GPU's context")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._resident: dict[str, int] = {}
+
+    def _function(self, kernel: str, threads: int) -> ctypes.c_void_p:
+        function = self._functions.get(kernel)
+        if function is None:
+            binary = _binary(kernel, threads, self._architecture)
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
+            _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, b"entry"), f"finding {kernel}")
+            self._functions[kernel] = function
+        return function
+
+    def _enter(self) -> None:
+        """A thread that has not used this GPU yet has no context, or that of another GPU."""
+        current = ctypes.c_void_p()
+        _cuda().cuCtxGetCurrent(ctypes.byref(current))
+        if current.value != self._context.value:
+            _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def resident(self, kernel: str, threads: int) -> int:
+        """How many groups of that kernel the GPU runs at once."""
+        if kernel not in self._resident:
+            self._enter()
+            count = ctypes.c_int()
+            function = self._function(kernel, threads)
+            code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(count), function, threads, 0)
+            _check(code, f"asking how often {kernel} fits")
+            self._resident[kernel] = max(1, count.value) * self.processors
+        return self._resident[kernel]
+
+    def launch(self, kernel: str, arguments: bytes, groups: int, threads: int) -> None:
+        self._enter()
+        function = self._function(kernel, threads)
+        buffer = ctypes.create_string_buffer(arguments, len(arguments))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        stream = ctypes.c_void_p(self.stream())
+        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+        _check(code, f"launching {kernel}")
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()

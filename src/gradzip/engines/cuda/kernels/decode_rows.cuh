@@ -1,0 +1,233 @@
+// The decoder's lanes: a window of the refill stream in shared memory, and what is popped row by row.
+
+// An entry of a block's table, by the state's low 8 bits: length, flags, exponent << 23.
+constexpr u32 kEscaped = 1u << 8, kImpossible = 1u << 9;
+constexpr u32 kWindow = 1024;  // bytes of the refill stream at hand
+
+template <class F>
+DEVICE void make_lookup(const u32* lookup, u32 base, bool single, u32* table) {
+    __syncwarp();
+    for (u32 v = lane_id(); v < 256; v += 32) {
+        u32 found = lookup[v], symbol = found & 511, length = (found >> 9) & 15;
+        u32 e = symbol + base;
+        e = symbol == 0 ? 0 : (e + (e > 255)) & 255;
+        u32 flags = e >> F::kExponent ? kImpossible : 0;
+        if (symbol == 256) e = 0, flags = kEscaped;
+        table[v] = single ? base << 23 : length | flags | e << 23;
+    }
+    __syncwarp();
+}
+
+struct Stream {
+    const u32* block;  // its words
+    u8* window;        // kWindow bytes, of which those from `low` on hold the block's bytes, by address modulo kWindow
+    int lowest;        // the first byte of the stream
+    int at;            // one past the next byte: the stream is read backwards
+    int low;
+    u32 next[4];       // what will be put into the window
+    u32 state, upper = ~lower_lanes();
+
+    __device__ __forceinline__ Stream(const u32* from, u8* room, int first, int end, u32 x)
+        : block(from), window(room), lowest(first), at(end), low((end + 511) & ~511), state(x) {
+        fetch(end);
+        __syncwarp();
+        advance_to(end);
+        advance();
+    }
+    // Loads the half window below `low`, as far as it holds the stream.
+    __device__ __forceinline__ void fetch(int end) {
+        for (int k = 0; k < 4; k++) {
+            int byte = low - 512 + 4 * ((int)lane_id() + 32 * k);
+            next[k] = byte + 4 > lowest && byte < end ? block[byte >> 2] : 0;
+        }
+    }
+    __device__ __forceinline__ void advance_to(int end) {
+        for (u32 k = 0; k < 4; k++) ((u32*)window)[((u32)(low - 512) / 4 + lane_id() + 32 * k) % (kWindow / 4)] = next[k];
+        low -= 512;
+        fetch(end);
+        __syncwarp();
+    }
+    // Sees to it that 512 bytes are at hand, or all that are left.
+    __device__ __forceinline__ void advance() {
+        if (at - low < 512) {
+            __syncwarp();
+            advance_to(low);
+        }
+    }
+    // Drops `count` bits of each lane and refills those that run low. A stream that runs dry gets wrong bytes from the
+    // window; that it ends elsewhere shows at the end.
+    __device__ __forceinline__ void pop(u32 count) {
+        state >>= count;
+        bool few = state < 256;
+        u32 votes = __ballot_sync(kAll, few);
+        if (few) state = state << 8 | window[(u32)(at - __popc(votes & upper)) % kWindow];
+        at -= __popc(votes);
+    }
+    // The exponents of a row in bits 23-30; other bits are not cleared. `seen` collects flags.
+    template <class F>
+    __device__ __forceinline__ u32 pop_exponent(const u32* table, bool here, u32& seen) {
+        u32 entry = here ? table[state & 255] : 0;
+        pop(entry & 15);
+        seen |= entry;
+        if (any(entry & kEscaped)) {
+            bool escaped = entry & kEscaped;
+            u32 raw = state & 255;
+            if (escaped) {
+                entry = raw << 23;
+                if (raw >> F::kExponent) seen |= kImpossible;
+            }
+            pop(escaped ? 8 : 0);
+        }
+        return entry;
+    }
+    // Lane parts of up to 24 bits, the lowest chunk first.
+    __device__ __forceinline__ u32 pop_part(int width) {
+        u32 count = (u32)min_int(width, 8), bits = state & ((1u << count) - 1);
+        pop(count);
+        if (any(width > 8)) {
+            count = (u32)max_int(0, min_int(width - 8, 8));
+            bits |= (state & ((1u << count) - 1)) << 8;
+            pop(count);
+            if (any(width > 16)) {
+                count = (u32)max_int(0, width - 16);
+                bits |= (state & ((1u << count) - 1)) << 16;
+                pop(count);
+            }
+        }
+        return bits;
+    }
+    __device__ __forceinline__ bool sound() const { return state == 256 && at == lowest; }
+};
+
+// Where decoded values go: stored, or added to what is at `addend`.
+template <class F, bool ADD>
+struct Sink {
+    typedef typename F::Bits Bits;
+    Bits* out;
+    const Bits* addend;
+
+    __device__ __forceinline__ Sink(const Tensor& t, u64 start)
+        : out(pointer<Bits>(t.values) + start), addend(pointer<const Bits>(t.addend) + start) {}
+    __device__ __forceinline__ void put(u32 i, u32 bits) const {
+        out[i] = (Bits)(ADD ? Sum<F>::of(addend[i], bits) : bits);
+    }
+    __device__ __forceinline__ bool aligned() const {
+        return can_load_four<F>(out) && (!ADD || can_load_four<F>(addend));
+    }
+    __device__ __forceinline__ void put_four(u32 i, Four four, bool together) const {
+        if (ADD) {
+            Four there = load_four<F>(addend, i, together);
+            for (int k = 0; k < 4; k++) four.v[k] = Sum<F>::of(there.v[k], four.v[k]);
+        }
+        store_four<F>(out, i, four, together);
+    }
+};
+
+// --- Coding 0 ------------------------------------------------------------------------------------------------------
+
+// A full block whose values all have fields of WHOLE bytes. Returns whether an exponent was 0.
+template <class F, bool ADD, int WHOLE>
+DEVICE bool plain_rows(Stream& s, const u32* table, u32* room, const Sink<F, ADD>& sink, u32& seen) {
+    const u32* planes = s.block + 17;
+    bool aligned = sink.aligned();
+    u32 lane = lane_id(), zeros = 0, plane[WHOLE], next[WHOLE];
+    for (u32 j = 0; j < WHOLE; j++) next[j] = planes[1024 * j + lane];
+#pragma unroll 1
+    for (u32 g = 0; g < 32; g++) {
+        for (u32 j = 0; j < WHOLE; j++) plane[j] = next[j];
+        u32 after = min_u32(g + 1, 31) * 32 + lane;
+        for (u32 j = 0; j < WHOLE; j++) next[j] = planes[1024 * j + after];
+        u32* exponents = room + 32 * (g & 1);
+        s.advance();
+        for (u32 row = 0; row < 4; row++)
+            ((u8*)exponents)[32 * row + lane] = (u8)(s.template pop_exponent<F>(table, true, seen) >> 23);
+        __syncwarp();
+        u32 four = exponents[lane];
+        zeros |= (four - 0x01010101u) & ~four & 0x80808080u;
+        Four value;
+        for (int k = 0; k < 4; k++) {
+            u32 field = 0;
+            for (u32 j = 0; j < WHOLE; j++) field |= ((plane[j] >> 8 * k) & 255) << 8 * j;
+            value.v[k] = join<F>((four >> 8 * k) & 255, field << (F::kField - 8 * WHOLE));
+        }
+        sink.put_four(128 * g + 4 * lane, value, aligned);
+    }
+    return any(zeros != 0);
+}
+
+// Any block, row by row. Returns the number of fields.
+template <class F, bool ADD>
+DEVICE u32 fixed_rows(Stream& s, const u32* table, const Sink<F, ADD>& sink, int n, const DenseHead& h, u32& seen) {
+    const u8* planes = (const u8*)s.block + 68;
+    u32 before = 0, lower = lower_lanes(), down = (u32)F::kField - 8 * h.whole - h.rest;
+    for (int row = 0; row < n; row += 32) {
+        u32 i = (u32)row + lane_id();
+        bool here = i < (u32)n;
+        if (row % 128 == 0) s.advance();
+        u32 e = (s.template pop_exponent<F>(table, here, seen) >> 23) & 255;
+        bool has_field = here && (!h.pruned || e != 0);
+        u32 kept = 0;
+        if (h.rest) {
+            u32 count = has_field ? h.rest : 0;
+            kept = s.state & ((1u << count) - 1);
+            s.pop(count);
+        }
+        u32 votes = __ballot_sync(kAll, has_field), place = before + (u32)__popc(votes & lower);
+        if (has_field && place < h.fields)
+            for (u32 j = 0; j < h.whole; j++) kept |= (u32)planes[j * h.fields + place] << (h.rest + 8 * j);
+        if (here) sink.put(i, join<F>(e, kept << down));
+        before += (u32)__popc(votes);
+    }
+    return before;
+}
+
+// --- Codings 1 and 2 -----------------------------------------------------------------------------------------------
+
+template <int CODING, bool ADD>
+DEVICE void lane_row(Stream& s, const u32* table, const Sink<Float32, ADD>& sink, u32 i, bool here, int floor, u32& fields,
+                     u32& seen) {
+    u32 entry = s.pop_exponent<Float32>(table, here, seen);
+    int e = (int)((entry >> 23) & 255), cut = 0;
+    if (CODING == kPaper) {
+        cut = e ? 6 * (int)(s.state & 3) : 0;
+        s.pop(e ? 2 : 0);
+    } else {
+        cut = 23 - kept_bits(e, floor);
+    }
+    int width = e ? 24 - cut : 0;
+    fields += width > 0;
+    u32 field = s.pop_part(width) << cut;
+    if (here) sink.put(i, (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u));
+}
+
+// Returns how many values are not 0.
+template <int CODING, int FLOOR, bool ADD>
+DEVICE u32 lane_rows(const Args& a, const Tensor& t, u64 start, Stream& s, const u32* table, const Sink<Float32, ADD>& sink,
+                     int n, u32& seen) {
+    u32 fields = 0, lane = lane_id();
+    int grouped = n & ~127;
+    FloorInput next[4];
+    if (grouped)
+        for (u32 k = 0; k < 4; k++) next[k] = load_floor<FLOOR>(t, start + 32 * k + lane);
+#pragma unroll 1
+    for (int row = 0; row < grouped; row += 128) {
+        FloorInput now[4];
+        for (int k = 0; k < 4; k++) now[k] = next[k];
+        u32 ahead = (u32)min_int(row + 128, grouped - 128) + lane;
+        for (u32 k = 0; k < 4; k++) next[k] = load_floor<FLOOR>(t, start + ahead + 32 * k);
+        for (u32 k = 0; k < 4; k++) {
+            if (k % 2 == 0) s.advance();
+            lane_row<CODING, ADD>(s, table, sink, (u32)row + 32 * k + lane, true, make_floor<FLOOR>(now[k], t, a.shift),
+                                  fields, seen);
+        }
+    }
+    for (int row = grouped; row < n; row += 32) {
+        u32 i = (u32)row + lane;
+        bool here = i < (u32)n;
+        s.advance();
+        int floor = here ? make_floor<FLOOR>(load_floor<FLOOR>(t, start + i), t, a.shift) : 0;
+        __syncwarp();
+        lane_row<CODING, ADD>(s, table, sink, i, here, floor, fields, seen);
+    }
+    return sum(fields);
+}

@@ -1,0 +1,290 @@
+// Code tables: sampling, code lengths by package-merge, canonical codes for the encoder, lookup tables for the decoder.
+// One group of 256 threads per segment, one thread per symbol.
+
+constexpr int kMinShare = 1024;  // a symbol rarer than 1/1024 is left to the escape
+
+struct TableRoom {
+    u32 count[257];       // by symbol, 256 being the escape
+    u32 weight[257];      // by place in the order of (weight, symbol)
+    u16 symbol[257];
+    u32 level[2][516];    // weights of one level of package-merge and the next
+    u16 place[8][257];    // where each leaf stands in a level's list
+    u32 histogram[8][256];
+    u32 sums[16];
+    u8 length[257];
+};
+
+// Sums over all 256 threads; every thread gets the total.
+DEVICE u32 group_sum(u32 v, u32* room) {
+    u32 warp = threadIdx.x >> 5;
+    u32 part = sum(v);
+    __syncthreads();
+    if (lane_id() == 0) room[warp] = part;
+    __syncthreads();
+    u32 total = 0;
+    for (int w = 0; w < 8; w++) total += room[w];
+    return total;
+}
+
+// Of those threads whose flag is set: how many come before this one.
+DEVICE u32 group_rank(bool flag, u32* room) {
+    u32 warp = threadIdx.x >> 5;
+    u32 votes = __ballot_sync(kAll, flag);
+    __syncthreads();
+    if (lane_id() == 0) room[warp] = (u32)__popc(votes);
+    __syncthreads();
+    u32 before = (u32)__popc(votes & lower_lanes());
+    for (u32 w = 0; w < warp; w++) before += room[w];
+    return before;
+}
+
+// The sampled exponents of a block: of rows 0, 16, 32, ... Thread = lane; eight values each, 256 where there is none.
+template <class F, int CODING, int FLOOR, bool KEEP>
+DEVICE u32 sample_block(const Args& a, const Tensor& t, u64 start, int n, u32 e[8], u32* nonzero) {
+    const typename F::Bits* x = pointer<const typename F::Bits>(t.values) + start;
+    u32 v[8];
+    FloorInput in[8];
+    for (int k = 0; k < 8; k++) {
+        int i = 512 * k + (int)lane_id();
+        v[k] = i < n ? x[i] : 0;
+        in[k] = i < n ? load_floor<FLOOR>(t, start + (u64)i) : FloorInput{0, 0};
+    }
+    u32 total = 0, count = 0;
+    for (int k = 0; k < 8; k++) {
+        u32 q = CODING == kFixed ? map_fixed<F, KEEP>(v[k], a)
+                                 : map_lanes<CODING>(v[k], make_floor<FLOOR>(in[k], t, a.shift)).bits;
+        bool here = 512 * k + (int)lane_id() < n;
+        e[k] = here ? exponent_of<F>(q) : 256;
+        total += here ? e[k] : 0;
+        count += here && e[k] != 0;
+    }
+    total = sum(total);
+    count = sum(count);
+    *nonzero = count;
+    return count ? (total + count / 2) / count : 0;  // the block's base
+}
+
+// Counts the symbols of a segment's sampled rows into room.count.
+template <class F, int CODING, int FLOOR, bool KEEP>
+DEVICE void sample_segment(const Args& a, const Tensor& t, u64 segment, TableRoom& room) {
+    u32 warp = threadIdx.x >> 5;
+    for (u32 s = lane_id(); s < 256; s += 32) room.histogram[warp][s] = 0;
+    __syncwarp();
+    for (u32 b = warp; b < (u32)kSegmentBlocks; b += 8) {
+        u64 start = (segment * kSegmentBlocks + b) * kBlock;
+        if (start >= t.numel) break;
+        int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
+        u32 e[8], nonzero;
+        u32 base = sample_block<F, CODING, FLOOR, KEEP>(a, t, start, n, e, &nonzero);
+        for (int k = 0; k < 8; k++)
+            if (nonzero && e[k] < 256) atomicAdd(&room.histogram[warp][symbol_of(e[k], base)], 1u);
+    }
+    __syncthreads();
+    u32 total = 0;
+    for (int w = 0; w < 8; w++) total += room.histogram[w][threadIdx.x];
+    room.count[threadIdx.x] = total;
+    __syncthreads();
+}
+
+// How many of the first `count` entries of an ascending list are below v, or at most v.
+DEVICE u32 below(const u32* list, u32 count, u32 v, bool or_equal) {
+    u32 low = 0, high = count;
+    while (low < high) {
+        u32 middle = (low + high) / 2;
+        if (list[middle] < v || (or_equal && list[middle] == v)) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// Optimal lengths of at most `limit` bits for room.count, into room.length (0: no code); the escape's at 256.
+DEVICE void code_lengths(TableRoom& room, int limit) {
+    u32 s = threadIdx.x, mine = room.count[s];
+    u32 total = group_sum(mine, room.sums);
+    bool coded = mine > 0 && (u64)mine * kMinShare >= total;
+    u32 places = (1u << limit) - 1;  // the escape needs one as well
+    if (group_sum(coded, room.sums) > places) {
+        u32 before = 0;  // in the order of falling counts, equal ones in that of symbols
+        for (u32 o = 0; o < 256; o++) {
+            u32 other = room.count[o];
+            if (other > 0 && (u64)other * kMinShare >= total) before += other > mine || (other == mine && o < s);
+        }
+        coded = coded && before < places;
+    }
+    u32 covered = group_sum(coded ? mine : 0, room.sums);
+    u32 leaves = group_sum(coded, room.sums) + 1;
+    room.length[s] = 0;
+    // Leaves in symbol order, then sorted by (weight, symbol); the escape has the highest symbol.
+    u32 at = group_rank(coded, room.sums);
+    if (coded) room.level[0][at] = mine;
+    if (s == 0) room.level[0][leaves - 1] = total > covered ? total - covered : 1;
+    __syncthreads();
+    for (u32 i = s; i < leaves; i += 256) {
+        u32 w = room.level[0][i], rank = 0;
+        for (u32 j = 0; j < leaves; j++) {
+            u32 other = room.level[0][j];
+            rank += other < w || (other == w && j < i);
+        }
+        room.weight[rank] = w;
+        room.level[1][i] = rank;
+    }
+    __syncthreads();
+    if (coded) room.symbol[room.level[1][at]] = (u16)s;
+    if (s == 0) room.symbol[room.level[1][leaves - 1]] = 256;
+    __syncthreads();
+    for (u32 i = s; i < leaves; i += 256) {
+        room.level[0][i] = room.weight[i];
+        room.place[0][i] = (u16)i;
+    }
+    // Each level's list merges the leaves with pairs of the level before; of equal ones leaves come first.
+    u32 size = leaves;
+    for (int l = 1; l < limit; l++) {
+        __syncthreads();
+        u32* from = room.level[(l + 1) & 1];
+        u32* to = room.level[l & 1];
+        u32 pairs = size / 2;
+        u32 pair = s < pairs ? from[2 * s] + from[2 * s + 1] : 0;
+        u32 late = s + 256 < pairs ? from[2 * s + 512] + from[2 * s + 513] : 0;
+        __syncthreads();
+        if (s < pairs) from[s] = pair;
+        if (s + 256 < pairs) from[s + 256] = late;
+        __syncthreads();
+        for (u32 i = s; i < leaves; i += 256) {
+            u32 place = i + below(from, pairs, room.weight[i], false);
+            room.place[l][i] = (u16)place;
+            to[place] = room.weight[i];
+        }
+        for (u32 i = s; i < pairs; i += 256) to[i + below(room.weight, leaves, from[i], true)] = from[i];
+        size = leaves + pairs;
+    }
+    __syncthreads();
+    // A prefix of the last list is taken; the leaves in it grow by a bit, the pairs say how much to take before.
+    u32 chosen = 2 * leaves - 2, length = 0, longer = 0;
+    for (int l = limit - 1; l >= 0; l--) {
+        bool taken = s < leaves && room.place[l][s] < chosen;
+        bool last = s == 0 && leaves == 257 && room.place[l][256] < chosen;
+        length += taken;
+        longer += last;
+        chosen = 2 * (chosen - group_sum(taken + last, room.sums));
+    }
+    if (s < leaves) room.length[room.symbol[s]] = (u8)length;
+    if (s == 0 && leaves == 257) room.length[room.symbol[256]] = (u8)longer;
+    __syncthreads();
+}
+
+// Whether the lengths leave a power of two to the escape; its length goes to room.length[256].
+DEVICE bool complete(TableRoom& room) {
+    u32 s = threadIdx.x, length = room.length[s];
+    u32 too_long = group_sum(length > 8, room.sums);
+    u32 used = group_sum(length && length <= 8 ? 256u >> length : 0, room.sums);
+    u32 left = 256 - used;
+    bool good = !too_long && used < 256 && (left & (left - 1)) == 0;
+    __syncthreads();
+    if (s == 0) room.length[256] = (u8)(good ? 8 - (31 - __clz((int)left)) : 0);  // no code: the escape alone
+    if (!good) room.length[s] = 0;
+    __syncthreads();
+    return good;
+}
+
+// A code and its length, the code's first bit lowest.
+DEVICE u32 reversed(u32 code, u32 length) { return length ? __brev(code) >> (32 - length) : 0; }
+
+// This thread's symbol's canonical code, and the escape's, not reversed.
+DEVICE void canonical(TableRoom& room, u32* code, u32* escape_code) {
+    u32 length = room.length[threadIdx.x], escape = room.length[256];
+    u32 next = 0;
+    *code = *escape_code = 0;
+    for (u32 l = 1; l <= 8; l++) {
+        u32 rank = group_rank(length == l, room.sums);
+        u32 count = group_sum(length == l, room.sums + 8);
+        if (length == l) *code = next + rank;
+        if (escape == l) *escape_code = next + count;
+        next = (next + count + (escape == l)) << 1;
+    }
+}
+
+// --- Kernels -------------------------------------------------------------------------------------------------------
+
+// Of one segment: its codes, its stored table; and what the encoder finds cleared.
+template <class F, int CODING, int FLOOR, bool KEEP>
+DEVICE void plan_segment(const Args& a) {
+    __shared__ TableRoom room;
+    u32 number = blockIdx.x, s = threadIdx.x;
+    const Tensor& t = a.tensor[tensor_of_segment(a, number)];
+    u64 segment = number - t.first_segment;
+    for (u32 g = number * 256 + s; g < (u32)a.groups; g += gridDim.x * 256) pointer<u64>(a.progress)[g] = 0;
+    if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
+    if (a.counts) {
+        sample_segment<F, CODING, FLOOR, KEEP>(a, t, segment, room);
+        pointer<u32>(a.counts)[number * 256 + s] = room.count[s];
+        return;
+    }
+    if (t.lengths) {
+        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
+    } else if (t.tables) {
+        u32 nibbles = pointer<const u8>(t.tables)[8 + segment * 128 + s / 2];
+        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
+    } else {
+        sample_segment<F, CODING, FLOOR, KEEP>(a, t, segment, room);
+        code_lengths(room, a.limit);
+    }
+    __syncthreads();
+    if (!complete(room) && s == 0) atomicOr(pointer<u32>(a.status), (u32)kBadTable);
+    u32 code, escape_code;
+    canonical(room, &code, &escape_code);
+    u32* codes = pointer<u32>(a.codes) + number * kCodeStride;
+    u32 length = room.length[s], escape = room.length[256];
+    codes[s] = length ? reversed(code, length) | length << 8 : 0;
+    if (s == 0) codes[256] = reversed(escape_code, escape) | escape << 8;
+    u8* body = pointer<u8>(t.body);
+    if (!a.book && s < 128) body[8 + segment * 128 + s] = (u8)(room.length[2 * s] | room.length[2 * s + 1] << 4);
+    if (segment == 0 && s == 0) {
+        u32* words = (u32*)body;
+        words[0] = (u32)CODING | (a.book != 0) << 8;
+        words[1] = (u32)a.book;
+        // The last word of the index may be half padding; its block overwrites the other half.
+        words[blocks_offset(t.numel, a.book) / 4 - 1] = 0;
+    }
+}
+
+// Of one segment: its lookup table (symbol | length << 9 for each value of a state's low 8 bits) and its length in words.
+DEVICE void read_segment(const Args& a) {
+    __shared__ TableRoom room;
+    u32 number = blockIdx.x, s = threadIdx.x;
+    const Tensor& t = a.tensor[tensor_of_segment(a, number)];
+    u64 segment = number - t.first_segment, n_blocks = blocks_of(t.numel);
+    const u8* body = pointer<const u8>(t.body);
+    u32* status = pointer<u32>(a.status);
+    if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
+    if (t.lengths) {
+        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
+    } else {
+        u32 nibbles = body[8 + segment * 128 + s / 2];
+        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
+    }
+    __syncthreads();
+    if (!complete(room) && s == 0) atomicOr(status, (u32)kBadTable);
+    u32 code, escape_code;
+    canonical(room, &code, &escape_code);
+    u32 length = room.length[s], escape = room.length[256];
+    u32* lookup = pointer<u32>(a.codes) + number * 256;
+    // A code of l bits stands for every value of the low 8 bits that begins with it.
+    if (length)
+        for (u32 v = reversed(code, length); v < 256; v += 1u << length) lookup[v] = s | length << 9;
+    if (s < (256u >> escape)) lookup[reversed(escape_code, escape) + (s << escape)] = 256 | escape << 9;
+
+    u64 index_at = index_offset(t.numel, t.lengths != 0), block = segment * kSegmentBlocks + s;
+    u32 words = 0;
+    if (s < (u32)kSegmentBlocks && block < n_blocks)
+        words = (body[index_at + 2 * block] | body[index_at + 2 * block + 1] << 8) & 0x3fff;
+    words = group_sum(words, room.sums);
+    if (s == 0) pointer<u32>(a.words)[number] = words;
+    if (segment == 0 && s == 0) {
+        u32 head = *(const u32*)body, book = ((const u32*)body)[1];
+        bool wrong = t.lengths ? (head >> 8) != 1 || book == 0 : (head >> 8) != 0 || book != 0;
+        if (wrong || (head & 255) > 2) atomicOr(status, (u32)kBadHead);
+        else if ((head & 255) != (u32)a.coding) atomicOr(status, (u32)kOtherCoding | (head & 255) << 16);
+        u64 blocks_at = blocks_offset(t.numel, t.lengths != 0);
+        if (n_blocks % 2 && ((const u32*)body)[blocks_at / 4 - 1] >> 16) atomicOr(status, (u32)kBadIndexPadding);
+    }
+}

@@ -1,0 +1,67 @@
+"""The GPU kernels on the CPU: compiled by the C++ compiler with tests/emulator/warps.h in the place of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from gradzip.engines.cuda import driver, launch
+
+COMPILER = shutil.which("g++")
+_FOLDER = Path(tempfile.gettempdir()) / "gradzip-emulated"
+
+
+class Emulator:
+    """Stands in for a GPU. Kernels are compiled when they are first used, and kept for the next run."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self._functions: dict[str, ctypes._CFuncPtr] = {}
+
+    def launch(self, kernel: str, arguments: bytes, groups: int, threads: int) -> None:
+        self.launched.append(kernel)
+        if kernel not in self._functions:
+            self._functions[kernel] = ctypes.CDLL(str(_compiled(kernel))).entry
+        self._functions[kernel](ctypes.c_char_p(arguments), groups, threads)
+
+    def resident(self, kernel: str, threads: int) -> int:
+        return 2  # so that small inputs make a group take more than one turn
+
+    def stream(self) -> int:
+        return 0
+
+    def wait(self) -> None:
+        pass
+
+
+def _compiled(kernel: str) -> Path:
+    text = f"""#include "{Path(__file__).parent / "emulator" / "warps.h"}"
+{driver.source()}
+extern "C" void entry(const Args* a, unsigned groups, unsigned threads) {{
+    emulator::launch([](const void* p) {{ {kernel}(*(const Args*)p); }}, a, groups, threads);
+}}
+"""
+    header = (Path(__file__).parent / "emulator" / "warps.h").read_bytes()
+    path = _FOLDER / f"{hashlib.sha256(text.encode() + header).hexdigest()[:32]}.so"
+    if not path.is_file():
+        assert COMPILER is not None
+        _FOLDER.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            made, source = Path(folder) / "kernel.so", Path(folder) / "kernel.cpp"
+            source.write_text(text)
+            flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+            flags += ["-Wno-unknown-pragmas", "-Wno-unused-function"]
+            subprocess.run([COMPILER, *flags, str(source), "-o", str(made)], check=True)
+            shutil.move(made, path)
+    return path
+
+
+def install() -> Emulator:
+    """From now on the cuda engine takes CPU tensors."""
+    emulator = Emulator()
+    launch.emulator = emulator
+    return emulator
