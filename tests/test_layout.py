@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 # A module may import from its own package and from lower layers (docs/design.md, CONTRIBUTING.md).
 LAYERS = {
     "errors": 0,
+    "optim": 1,
     "emulate": 1,
     "option": 1,
     "routes": 1,
@@ -29,6 +30,7 @@ LAYERS = {
     "feedback": 4,
     "peers": 4,
     "policy": 4,
+    "accordion": 5,
     "collectives": 5,
     "planner": 6,
     "hooks": 7,

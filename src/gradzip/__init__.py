@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import codecs, errors, wire
+from . import codecs, errors, optim, wire
+from .accordion import Accordion
 from .codecs import Codec, Context, parse
 from .engines.layout import Floor
 from .errors import CodecError, Corrupt, EngineError, GradzipError, GradzipWarning, PeerError, Truncated, Unsupported
@@ -46,6 +47,7 @@ def decode(
 
 
 __all__ = [
+    "Accordion",
     "Codec",
     "CodecError",
     "Context",
@@ -68,6 +70,7 @@ __all__ = [
     "encode",
     "errors",
     "floors",
+    "optim",
     "parse",
     "reaches",
     "rules",
