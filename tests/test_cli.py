@@ -73,10 +73,16 @@ def test_codecs_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in rows] == sorted(REGISTRY)
     for row in rows:
         assert row["summary"], f"{row['name']} does not say what it does"
+        assert (row["error"] == "none") == parse(row["name"]).lossless
+        assert ("fed back" in row["error"]) == (row["feedback"] != "none") == row["biased"]
         assert (row["lossless"] == "yes") == parse(row["name"]).lossless
     (gcomp,) = (row for row in rows if row["name"] == "gcomp")
     assert gcomp["options"]["ulps"] == 1
     assert gcomp["lossless"] == "mode=lossless"
+    bits = {row["name"]: row["bits"]["value"] for row in rows}
+    assert bits["identity"] == pytest.approx(32, abs=0.01)
+    assert bits["sign"] == pytest.approx(1, abs=0.01)
+    assert bits["powersgd"] is None
 
 
 def test_codecs_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,7 @@ class Codec:
     name: ClassVar[str]
     wire_id: ClassVar[int]
     summary: ClassVar[str] = ""  # one line for `gradzip codecs`
+    error: ClassVar[str] = "none"  # what is lost, in a few words
     summable: ClassVar[bool] = False  # frames can be averaged without decoding them: see addends()
     fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()

@@ -57,6 +57,7 @@ class Cast(Lossy):
     name: ClassVar[str] = "cast"
     wire_id: ClassVar[int] = 1
     summary: ClassVar[str] = "rounded to bf16 or fp16, 2 bytes per value"
+    error: ClassVar[str] = "rounding, by up to 1/512 (bf16) or 1/4096 (fp16) of each value"
     summable: ClassVar[bool] = True
     to: str = "bf16"
 

@@ -33,6 +33,7 @@ class DGC(SparseFrame):
     name: ClassVar[str] = "dgc"
     wire_id: ClassVar[int] = 11
     summary: ClassVar[str] = "the largest values of an accumulated momentum; for SGD without momentum of its own"
+    error: ClassVar[str] = "the smaller values; kept inside, with their momentum"
     fixed_size: ClassVar[bool] = False
 
     ratio: float = 0.001  # part of the values that is sent; higher = closer to the gradient

@@ -34,6 +34,7 @@ class GComp(Lossy):
     name: ClassVar[str] = "gcomp"
     wire_id: ClassVar[int] = 2
     summary: ClassVar[str] = "Huffman-coded exponents; mantissa exact, rounded, or cut to what the optimizer can feel"
+    error: ClassVar[str] = "what cannot move a parameter by an ulp; or none, or rounding, as the mode says"
     fixed_size: ClassVar[bool] = False
 
     mode: str = "near"

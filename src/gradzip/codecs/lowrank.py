@@ -44,6 +44,7 @@ class PowerSGD(Lossy):
     name: ClassVar[str] = "powersgd"
     wire_id: ClassVar[int] = 8
     summary: ClassVar[str] = "low-rank factors, averaged in two rounds"
+    error: ClassVar[str] = "all but the largest singular directions; fed back"
     rounds: ClassVar[int] = 2
 
     rank: int = 1  # columns of the factors; higher = closer to the gradient

@@ -61,6 +61,7 @@ class Sign(_Quantized):
     name: ClassVar[str] = "sign"
     wire_id: ClassVar[int] = 12
     summary: ClassVar[str] = "signs and the mean magnitude"
+    error: ClassVar[str] = "the differences in magnitude; fed back"
 
     @property
     def biased(self) -> bool:
@@ -94,6 +95,7 @@ class OneBit(_Quantized):
     name: ClassVar[str] = "onebit"
     wire_id: ClassVar[int] = 13
     summary: ClassVar[str] = "which values are negative, and the means of both kinds"
+    error: ClassVar[str] = "the differences among both kinds; fed back"
 
     @property
     def biased(self) -> bool:
@@ -133,6 +135,7 @@ class QSGD(_Quantized):
     name: ClassVar[str] = "qsgd"
     wire_id: ClassVar[int] = 14
     summary: ClassVar[str] = "multiples of a step per bucket, rounded at random"
+    error: ClassVar[str] = "noise of up to a step, zero on average"
 
     bits: int = 8  # per value, 2 to 8; higher = closer to the gradient
     bucket: int = 512  # values that share a step
@@ -204,6 +207,7 @@ class TernGrad(_Quantized):
     name: ClassVar[str] = "terngrad"
     wire_id: ClassVar[int] = 15
     summary: ClassVar[str] = "-s, 0 or s at random, s the largest magnitude"
+    error: ClassVar[str] = "noise of up to the largest value, zero on average"
 
     clip: float = 0.0  # cuts values at so many standard deviations first (2.5 in the paper), which is biased; 0: none
 
@@ -253,6 +257,7 @@ class Natural(_Quantized):
     name: ClassVar[str] = "natural"
     wire_id: ClassVar[int] = 16
     summary: ClassVar[str] = "powers of two, rounded at random"
+    error: ClassVar[str] = "noise of up to the value itself, zero on average"
 
     bits: int = 8  # per value, 3 to 8; higher = a longer way down to zero
 

@@ -95,6 +95,7 @@ class TopK(_Ratio, SparseFrame):
     name: ClassVar[str] = "topk"
     wire_id: ClassVar[int] = 6
     summary: ClassVar[str] = "the largest values, with their positions"
+    error: ClassVar[str] = "the smaller values; fed back"
 
     def most(self, numel: int) -> int:
         return self.kept(numel)
@@ -112,6 +113,7 @@ class Threshold(Lossy, SparseFrame):
     name: ClassVar[str] = "threshold"
     wire_id: ClassVar[int] = 10
     summary: ClassVar[str] = "the values above a threshold, with their positions"
+    error: ClassVar[str] = "the values below it; fed back"
     fixed_size: ClassVar[bool] = False
 
     value: float = 0.001  # the least magnitude that is sent; higher = smaller
@@ -183,6 +185,7 @@ class RandomK(_Shared):
     name: ClassVar[str] = "randomk"
     wire_id: ClassVar[int] = 7
     summary: ClassVar[str] = "values at random places that all ranks know"
+    error: ClassVar[str] = "the values not picked; fed back"
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         key = key_of(ctx.seed, ctx.step, ctx.name)
@@ -204,6 +207,7 @@ class RandomBlock(_Shared):
     name: ClassVar[str] = "randomblock"
     wire_id: ClassVar[int] = 9
     summary: ClassVar[str] = "one stretch of values at a random place that all ranks know"
+    error: ClassVar[str] = "the values outside; fed back"
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         key, k = key_of(ctx.seed, ctx.step, ctx.name), self.kept(x.numel())
