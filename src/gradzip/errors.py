@@ -7,6 +7,7 @@ GradzipError
 │   └── Corrupt        a payload contradicts itself, or was made by another version
 ├── EngineError        an engine was asked for by name and is not there
 ├── PeerError          another rank is dead, differs from this one, or failed
+├── PlanError (also ValueError)    a profile or plan cannot be used: damaged, of another model, or for no such cluster
 └── EmulationError     hosts cannot be emulated on this machine, or not like this
 
 GradzipWarning (a UserWarning) is the category of its warnings: training goes on, but less is gained than could be.
@@ -46,6 +47,10 @@ class PeerError(GradzipError, RuntimeError):
 
 class EmulationError(GradzipError, RuntimeError):
     """Hosts cannot be emulated here; the message says what is missing."""
+
+
+class PlanError(GradzipError, ValueError):
+    """A profile or a plan cannot be used; the message names the entry, or what does not fit."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

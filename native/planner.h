@@ -1,0 +1,45 @@
+// The planner's inner loop: timelines of plans, and the best option of one unit. See planner.cpp.
+#ifndef GRADZIP_PLANNER_H
+#define GRADZIP_PLANNER_H
+
+#include "gradzip.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Units in the order in which they are computed. All arrays stay with the caller and must outlive the planner.
+typedef struct {
+    int32_t units, class_count, options;
+    int32_t stride;             // most tasks of an option
+    const double* backward;     // [units] seconds that each computes for
+    const int32_t* classes;     // [units]
+    const uint8_t* counts;      // [options] tasks
+    const uint8_t* resources;   // [options][stride] one bit for each of eight resources, the upper four are links
+    const double* seconds;      // [class_count][options][stride]
+} gz_plan_problem;
+
+typedef struct gz_planner gz_planner;
+
+GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem);
+GZ_API void gz_plan_close(gz_planner* planner);
+
+// The end of the last task when unit u takes option plan[u]. starts, if not NULL: [units][stride + 1], when backward
+// and each task of a unit start.
+GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* starts);
+
+// The best of `count` options for one unit, all others as they are. *time is that of the plan as it is, and becomes
+// that of the plan with the option returned.
+GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t unit, const int32_t* tried, int32_t count,
+                            double* time);
+
+// Tries every number of members of every group, the first ones of each, with their other option: members
+// starts[g]..starts[g+1] belong to group g. Leaves the best plan in `plan` and its time in *time; returns how many
+// plans were tried.
+GZ_API int64_t gz_plan_offload(gz_planner* planner, int32_t* plan, int32_t groups, const int32_t* starts,
+                               const int32_t* members, const int32_t* offloaded, double* time);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,116 @@
+"""The timeline in C++ (native/planner.cpp), over tables of all options: the inner loop of the search."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import engines
+from ..errors import EngineError
+
+Plan = npt.NDArray[np.int32]  # for each unit, the number of its option
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("units", "class_count", "options", "stride")] + [
+        (name, ctypes.c_void_p) for name in ("backward", "classes", "counts", "resources", "seconds")
+    ]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What each option's tasks take for each class of units, and on which resources."""
+
+    backward: npt.NDArray[np.float64]  # [units]
+    classes: npt.NDArray[np.int32]  # [units]
+    counts: npt.NDArray[np.uint8]  # [options]
+    resources: npt.NDArray[np.uint8]  # [options, tasks]
+    seconds: npt.NDArray[np.float64]  # [classes, options, tasks]
+
+    @property
+    def units(self) -> int:
+        return len(self.backward)
+
+    @property
+    def options(self) -> int:
+        return len(self.counts)
+
+
+def _library() -> ctypes.CDLL:
+    library: ctypes.CDLL = engines.load("native")._library
+    if not hasattr(library, "gz_plan_open"):
+        raise EngineError("the native library is older than this planner: build it again (`make native` or `make setup`)")
+    i32, pointer = ctypes.c_int32, ctypes.c_void_p
+    for name, result, arguments in (
+        ("gz_plan_open", pointer, [pointer]),
+        ("gz_plan_close", None, [pointer]),
+        ("gz_plan_time", ctypes.c_double, [pointer, pointer, pointer]),
+        ("gz_plan_best", i32, [pointer, pointer, i32, pointer, i32, pointer]),
+        ("gz_plan_offload", ctypes.c_int64, [pointer, pointer, i32, pointer, pointer, pointer, pointer]),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Evaluator:
+    """Times of plans. Not for several threads at once."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self._library = _library()
+        problem = _Problem(
+            tables.units,
+            len(tables.seconds),
+            tables.options,
+            tables.resources.shape[1],
+            *(_address(a) for a in (tables.backward, tables.classes, tables.counts, tables.resources, tables.seconds)),
+        )
+        self._planner = self._library.gz_plan_open(ctypes.byref(problem))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_planner"):
+            self._library.gz_plan_close(self._planner)
+
+    def time(self, plan: Plan) -> float:
+        return float(self._library.gz_plan_time(self._planner, _address(plan), None))
+
+    def starts(self, plan: Plan) -> npt.NDArray[np.float64]:
+        """[units, 1 + tasks]: when backward and each task start; NaN where an option has no such task."""
+        starts = np.full((self.tables.units, 1 + self.tables.resources.shape[1]), np.nan)
+        self._library.gz_plan_time(self._planner, _address(plan), _address(starts))
+        return starts
+
+    def best(self, plan: Plan, unit: int, tried: npt.NDArray[np.int32], time: float) -> tuple[int, float]:
+        """The best option of one unit and the plan's time with it; `time` is that of the plan as it is."""
+        found = ctypes.c_double(time)
+        option = self._library.gz_plan_best(
+            self._planner, _address(plan), unit, _address(tried), len(tried), ctypes.byref(found)
+        )
+        return int(option), found.value
+
+    def offload(self, plan: Plan, groups: Sequence[Sequence[tuple[int, int]]], time: float) -> tuple[Plan, float, int]:
+        """The best plan over all counts: in each group of (unit, its other option) the first q take the other one."""
+        starts = np.cumsum([0, *map(len, groups)], dtype=np.int32)
+        members = np.array([unit for group in groups for unit, _ in group], np.int32)
+        others = np.array([option for group in groups for _, option in group], np.int32)
+        changed, found = plan.copy(), ctypes.c_double(time)
+        tried = self._library.gz_plan_offload(
+            self._planner,
+            _address(changed),
+            len(groups),
+            _address(starts),
+            _address(members),
+            _address(others),
+            ctypes.byref(found),
+        )
+        return changed, found.value, int(tried)
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)

@@ -1,0 +1,364 @@
+"""profile.json: what was measured of a training run, and what it was measured on.
+
+Everything that the planner knows about a machine comes from here. Units are in the names: `_s` seconds, `_bytes` bytes,
+`bits_per_s`. A reader that meets another schema, a negative time or an unknown codec says which entry is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..codecs import Codec, parse
+from ..errors import CodecError, PlanError, nearest
+
+SCHEMA = "gradzip-profile"
+VERSION = 1
+DEVICES = ("cpu", "gpu")
+TRANSPORTS = ("host", "nccl")  # what carries coded data: sockets from host memory, or NCCL from GPU memory
+GROUPS = ("intra", "inter", "flat")
+KINDS = ("ar", "rs", "ag", "a2a", "red", "gat", "bc")
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds = latency_s + s_per_byte * bytes; `residual` is the relative error of that, as a root mean square."""
+
+    latency_s: float
+    s_per_byte: float
+    residual: float = 0.0
+
+    def at(self, size_bytes: float) -> float:
+        return self.latency_s + self.s_per_byte * size_bytes
+
+    @classmethod
+    def fit(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """The line with the smallest relative errors that is nowhere negative."""
+        if len(points) == 1:
+            size, seconds = points[0]
+            return cls(0.0, seconds / size) if size else cls(seconds, 0.0)
+        a = b = 0.0
+        rows = [(1 / max(t, 1e-12), x / max(t, 1e-12)) for x, t in points]  # a*u + b*v = 1
+        uu, uv, vv = (sum(f(u, v) for u, v in rows) for f in (lambda u, v: u * u, lambda u, v: u * v, lambda u, v: v * v))
+        su, sv = sum(u for u, _ in rows), sum(v for _, v in rows)
+        determinant = uu * vv - uv * uv
+        if determinant > 1e-12 * uu * vv:
+            a, b = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
+        if determinant <= 1e-12 * uu * vv or b < 0:
+            a, b = su / uu, 0.0
+        elif a < 0:
+            a, b = 0.0, sv / vv
+        residual = math.sqrt(sum((a * u + b * v - 1) ** 2 for u, v in rows) / len(rows))
+        return cls(a, b, residual)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured (bytes, seconds) pairs, and the line through them."""
+
+    points: tuple[tuple[float, float], ...]
+    line: Line = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "line", Line.fit(self.points))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    ready_s: float  # after the start of backward
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec costs by the bytes of raw gradient, on each device where it was measured, and what it saves."""
+
+    codec: Codec
+    ratio: float  # raw bytes / payload bytes, over all gradients
+    encode: Mapping[str, Curve]
+    decode: Mapping[str, Curve]
+    ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors, by name
+    batched: bool = False  # one call codes many frames: its latency counts once
+
+    def ratio_of(self, name: str) -> float:
+        return self.ratios.get(name, self.ratio)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as it was measured alone: seconds by the bytes that each rank puts in."""
+
+    kind: str
+    group: str
+    peers: int
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Link:
+    bits_per_s: float  # what data really gets through
+    nominal_bits_per_s: float | None = None  # what it is called
+
+    @property
+    def efficiency(self) -> float:
+        return self.bits_per_s / self.nominal_bits_per_s if self.nominal_bits_per_s else 1.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    model: str
+    tensors: tuple[Tensor, ...]  # in the order in which gradients become ready
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    hosts: int
+    ranks_per_host: int
+    transport: str
+    codecs: Mapping[str, CodecCost]
+    collectives: tuple[Collective, ...]
+    links: Mapping[str, Link]
+    copies: Mapping[str, Curve] = field(default_factory=dict)  # host_to_device, device_to_host
+    step_s: float | None = None  # a whole step, as it was run
+    size_exchange_s: float = 0.0  # the small message before each compressed exchange
+    bucket_bytes: int | None = None  # DDP's bucket_cap_mb in that run
+    steps: int = 0  # how many were measured
+    origin: Mapping[str, str] = field(default_factory=dict)  # what was measured and what was computed, in words
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.size_bytes for t in self.tensors)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where gradients can be coded; the device that they lie on last."""
+        return tuple(d for d in DEVICES if any(d in cost.encode for cost in self.codecs.values()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read the profile {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"{path} is no JSON: {error}") from error
+        return cls.from_json(data, str(path))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(_text(self.to_json()) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "origin": dict(self.origin),
+            "model": self.model,
+            "steps": self.steps,
+            "hosts": self.hosts,
+            "ranks_per_host": self.ranks_per_host,
+            "transport": self.transport,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "optimizer_s": self.optimizer_s,
+            "step_s": self.step_s,
+            "size_exchange_s": self.size_exchange_s,
+            "bucket_bytes": self.bucket_bytes,
+            "links": {
+                name: {"bits_per_s": link.bits_per_s, "nominal_bits_per_s": link.nominal_bits_per_s}
+                for name, link in self.links.items()
+            },
+            "collectives": [
+                {"kind": c.kind, "group": c.group, "peers": c.peers, **_curve_json(c.curve)} for c in self.collectives
+            ],
+            "copies": {name: _curve_json(curve) for name, curve in self.copies.items()},
+            "codecs": {
+                text: {
+                    "ratio": cost.ratio,
+                    "ratios": dict(cost.ratios),
+                    "batched": cost.batched,
+                    "encode": {device: _curve_json(curve) for device, curve in cost.encode.items()},
+                    "decode": {device: _curve_json(curve) for device, curve in cost.decode.items()},
+                }
+                for text, cost in self.codecs.items()
+            },
+            "tensors": [
+                {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "ready_s": t.ready_s} for t in self.tensors
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: object, source: str = "the profile") -> Profile:
+        top = _Reader(data, source)
+        found = (top.data.get("schema"), top.data.get("version"))
+        if found != (SCHEMA, VERSION):
+            raise PlanError(
+                f"{source} is no profile that this version reads: it says schema {found[0]!r}, version {found[1]!r}; "
+                f"wanted {SCHEMA!r}, {VERSION}. Make a new one with `gradzip profile`"
+            )
+        tensors = tuple(_tensor(r) for r in top.items("tensors"))
+        if not tensors:
+            raise PlanError(f"{source}: tensors is empty: there is nothing to plan")
+        names = [t.name for t in tensors]
+        if len(set(names)) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise PlanError(f"{source}: tensors has {twice!r} twice")
+        codecs = {text: _codec(text, r, set(names)) for text, r in top.entries("codecs")}
+        return cls(
+            model=top.text("model"),
+            tensors=tuple(sorted(tensors, key=lambda t: t.ready_s)),
+            forward_s=top.number("forward_s"),
+            backward_s=top.number("backward_s", least=max(t.ready_s for t in tensors) * (1 - 1e-9)),
+            optimizer_s=top.number("optimizer_s"),
+            hosts=top.count("hosts"),
+            ranks_per_host=top.count("ranks_per_host"),
+            transport=top.choice("transport", TRANSPORTS),
+            codecs=codecs,
+            collectives=tuple(
+                Collective(r.choice("kind", KINDS), r.choice("group", GROUPS), r.count("peers", 2), r.curve())
+                for r in top.items("collectives")
+            ),
+            links={name: _link(r) for name, r in top.entries("links", ("intra", "inter"))},
+            copies={n: r.curve() for n, r in top.entries("copies", ("host_to_device", "device_to_host"))},
+            step_s=top.optional("step_s"),
+            size_exchange_s=top.number("size_exchange_s"),
+            bucket_bytes=None if top.data.get("bucket_bytes") is None else top.count("bucket_bytes"),
+            steps=top.count("steps", 0),
+            origin={key: str(value) for key, value in top.mapping("origin").items()},
+        )
+
+
+def _text(value: object, depth: int = 0) -> str:
+    """JSON with one tensor, curve or collective per line: readable, and a change of one shows as one."""
+    inner = "\n" + " " * (depth + 1)
+    if isinstance(value, dict) and value and depth < 4 and any(isinstance(v, dict | list) for v in value.values()):
+        if "points" not in value and "shape" not in value:
+            items = (f"{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items())
+            return "{" + inner + f",{inner}".join(items) + inner[:-1] + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict) and depth < 4:
+        return "[" + inner + f",{inner}".join(_text(item, depth + 1) for item in value) + inner[:-1] + "]"
+    return json.dumps(value)
+
+
+def _curve_json(curve: Curve) -> dict[str, Any]:
+    line = curve.line
+    fit = {"latency_s": line.latency_s, "s_per_byte": line.s_per_byte, "relative_residual": line.residual}
+    return {"points": [{"bytes": x, "seconds": t} for x, t in curve.points], "fit": fit}
+
+
+def _tensor(r: _Reader) -> Tensor:
+    shape = r.get("shape", list)
+    if not all(isinstance(n, int) and n > 0 for n in shape):
+        raise r.wrong("shape", "sizes are whole numbers from 1 on")
+    return Tensor(r.text("name"), tuple(shape), r.number("ready_s"), r.choice("dtype", tuple(ITEM_BYTES)))
+
+
+def _link(r: _Reader) -> Link:
+    return Link(r.positive("bits_per_s"), r.optional("nominal_bits_per_s"))
+
+
+def _codec(text: str, r: _Reader, names: set[str]) -> CodecCost:
+    try:
+        codec = parse(text)
+    except CodecError as error:
+        raise PlanError(f"{r.where}: {error}") from error
+    ratios = r.mapping("ratios")
+    for name, ratio in ratios.items():
+        if name not in names:
+            raise PlanError(f"{r.where}.ratios names {name!r}, which is not among the tensors{nearest(name, names)}")
+        if not isinstance(ratio, int | float) or not ratio > 0:
+            raise PlanError(f"{r.where}.ratios[{name!r}] is {ratio!r}: a ratio is above 0")
+    encode = {d: c.curve() for d, c in r.entries("encode", DEVICES)}
+    decode = {d: c.curve() for d, c in r.entries("decode", DEVICES)}
+    if set(encode) != set(decode) or not encode:
+        raise PlanError(f"{r.where}: encode and decode must be there for the same devices, at least for one")
+    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("batched", bool))
+
+
+class _Reader:
+    """One object of the file, with its place for messages."""
+
+    def __init__(self, data: object, where: str) -> None:
+        if not isinstance(data, dict):
+            raise PlanError(f"{where} is {type(data).__name__}, wanted an object")
+        self.data, self.where = data, where
+
+    def wrong(self, key: str, cure: str) -> PlanError:
+        return PlanError(f"{self.where}: {key} is {self.data[key]!r}: {cure}")
+
+    def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        if key not in self.data:
+            raise PlanError(f"{self.where}: {key} is missing")
+        value = self.data[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            names = kind.__name__ if isinstance(kind, type) else "number"
+            raise self.wrong(key, f"wanted {names}")
+        return value
+
+    def number(self, key: str, least: float = 0.0) -> float:
+        value = float(self.get(key, (int, float)))
+        if not math.isfinite(value):
+            raise self.wrong(key, "it must be finite")
+        if value < 0:
+            raise self.wrong(key, "it cannot be negative")
+        if value < least:
+            raise self.wrong(key, f"it cannot be below {least:.6g}")
+        return value
+
+    def positive(self, key: str) -> float:
+        value = self.number(key)
+        if value == 0:
+            raise self.wrong(key, "it must be above 0")
+        return value
+
+    def optional(self, key: str) -> float | None:
+        return None if self.data.get(key) is None else self.positive(key)
+
+    def count(self, key: str, least: int = 1) -> int:
+        value: int = self.get(key, int)
+        if value < least:
+            raise self.wrong(key, f"wanted at least {least}")
+        return value
+
+    def text(self, key: str) -> str:
+        value: str = self.get(key, str)
+        return value
+
+    def choice(self, key: str, among: Sequence[str]) -> str:
+        value = self.text(key)
+        if value not in among:
+            raise self.wrong(key, f"wanted one of {', '.join(among)}{nearest(value, among)}")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value: dict[str, Any] = self.get(key, dict)
+        return value
+
+    def items(self, key: str) -> list[_Reader]:
+        return [_Reader(item, f"{self.where}: {key}[{i}]") for i, item in enumerate(self.get(key, list))]
+
+    def entries(self, key: str, among: Sequence[str] | None = None) -> list[tuple[str, _Reader]]:
+        found = self.mapping(key)
+        for name in found:
+            if among is not None and name not in among:
+                raise PlanError(f"{self.where}: {key} has {name!r}; there are {', '.join(among)}{nearest(name, among)}")
+        return [(name, _Reader(item, f"{self.where}: {key}.{name}")) for name, item in found.items()]
+
+    def curve(self) -> Curve:
+        points = [(r.number("bytes"), r.number("seconds")) for r in self.items("points")]
+        if not points:
+            raise PlanError(f"{self.where}: points is empty: nothing was measured")
+        return Curve(tuple(points))
