@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 from conftest import generator
+from simulated import Average, together
 
 from gradzip import Context
 from gradzip.codecs.base import Reduced
@@ -21,43 +19,22 @@ class Ranks:
     def __init__(self, codec: PowerSGD, world: int, names: list[str]) -> None:
         self.codec, self.world, self.names = codec, world, names
         self.states: list[list[dict[str, torch.Tensor]]] = [[{} for _ in names] for _ in range(world)]
-        self.step = self.collectives = 0
+        self.step = 0
         self.volumes: list[int] = []  # values in each collective
+
+    @property
+    def collectives(self) -> int:
+        return len(self.volumes)
 
     def reduce(self, tensors: list[list[torch.Tensor]]) -> list[list[Reduced]]:
         """tensors[rank][i] -> results[rank][i]"""
-        slots: list[torch.Tensor | None] = [None] * self.world
-        results: list[list[Reduced]] = [[] for _ in range(self.world)]
-        meeting = threading.Barrier(self.world, timeout=20)
 
-        def average_for(rank: int) -> Callable[[torch.Tensor], None]:
-            def average(x: torch.Tensor) -> None:
-                slots[rank] = x.clone()
-                meeting.wait()
-                mean = torch.stack([s for s in slots if s is not None]).mean(0)
-                if rank == 0:
-                    self.collectives += 1
-                    self.volumes.append(x.numel())
-                meeting.wait()
-                x.copy_(mean)
-
-            return average
-
-        def run(rank: int) -> None:
+        def work(rank: int, average: Average) -> list[Reduced]:
             contexts = [Context(n, self.step, rank=rank, state=s) for n, s in zip(self.names, self.states[rank])]
-            try:
-                results[rank] = self.codec.reduce(tensors[rank], contexts, average_for(rank))
-            except BaseException:
-                meeting.abort()
-                raise
+            return self.codec.reduce(tensors[rank], contexts, average)
 
-        threads = [threading.Thread(target=run, args=(r,)) for r in range(self.world)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        results = together(self.world, work, self.volumes.append)
         self.step += 1
-        assert all(len(r) == len(self.names) for r in results), "a rank failed"
         return results
 
 

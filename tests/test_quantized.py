@@ -12,7 +12,7 @@ from gradzip.codecs.quantized import QSGD, Natural, TernGrad
 from gradzip.errors import Corrupt, Unsupported
 from gradzip.wire import HEADER_BYTES
 
-DRAWS = 2000
+DRAWS = 800
 UNBIASED = [
     *("qsgd:bits=2", "qsgd:bits=4", "qsgd:bits=8", "qsgd:bits=3,bucket=7", "qsgd:bits=4,norm=l2"),
     *("terngrad", "natural", "natural:bits=4"),
