@@ -5,6 +5,8 @@
 //   encode_lanes, decode_dense_lanes           the lanes of one block, of several blocks
 //   join_full, join_lanes                      put decoded values together, straight into the output; false: not done
 //   copy_out                                   a copy that may bypass the cache
+//   make_floors                                the floors of some of a block's values
+//   encode_near, decode_near                   dense blocks of near mode in one pass, where that can be done
 
 // --- Dense block ---
 
@@ -22,7 +24,7 @@ inline int encode_dense(const BlockIn& in, const Split& split, uint8_t* out, Scr
     bool pruned = true;
     LaneInput lanes{n, in.table, s.single, s.base, scratch.exponent, nullptr, 0, scratch.width,
                     {scratch.chunk[0], scratch.chunk[1], scratch.chunk[2]}, {}};
-    for (int i = 0; i < 3; i++) lanes.prefetch.stream[i] = in.next[i];
+    lanes.prefetch.stream = in.ahead.next;
     uint8_t* at = out + kDenseHead;
     if (in.coding == kFixed) {
         pruned = s.odd_zeros == 0;
@@ -62,7 +64,15 @@ inline int encode_dense(const BlockIn& in, const Split& split, uint8_t* out, Scr
 
 // --- Which kind a block gets ---
 
-BlockOut encode_block(const BlockIn& in, uint8_t* out, Scratch& scratch) {
+BlockOut encode_block(const BlockIn& given, uint8_t* out, Scratch& scratch) {
+    BlockIn in = given;
+    if (in.coding == kNear)
+        if (int size = encode_near(in, out, scratch)) return {kDense, size};
+    if (in.coding != kFixed) {
+        make_floors(in.floors, 0, in.n, scratch.floor);
+        in.floor = scratch.floor;
+    }
+    fetch_sample(in.ahead, size_t(float_layout(in.job.dtype).item_bytes));
     Split split = split_values(in, scratch, out + kDenseHead);
     const Stats& s = split.stats;
     int sparse = -1;
@@ -72,7 +82,7 @@ BlockOut encode_block(const BlockIn& in, uint8_t* out, Scratch& scratch) {
         sparse = encode_sparse(in, split, out, scratch);
     if (sparse >= 0) {
         Prefetch prefetch;  // there are no lanes to fetch the next block meanwhile
-        for (int i = 0; i < 3; i++) prefetch.stream[i] = in.next[i];
+        prefetch.stream = in.ahead.next;
         for (int step = 0; step < kBlock / 64; step++) prefetch.lines(step);
         return {kSparse, sparse};
     }
@@ -82,33 +92,6 @@ BlockOut encode_block(const BlockIn& in, uint8_t* out, Scratch& scratch) {
     std::memcpy(out, mapped_values(in, split, scratch), size_t(bytes));
     std::memset(out + bytes, 0, size_t(raw - bytes));
     return {kRaw, raw};
-}
-
-// --- Sampling ---
-
-// Adds the symbols of every 16th row to four histograms, so that equal neighbours do not wait for each other.
-void sample_block(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch) {
-    const size_t item = size_t(float_layout(in.job.dtype).item_bytes);
-    constexpr int room = kBlock / kSampleRows + 64;
-    alignas(64) uint8_t picked[room * 4], planes[room * 3];
-    int8_t floor[room];
-    int sampled = 0;
-    for (int start = 0; start < in.n; start += kSampleRows * kLanes) {
-        int here = in.n - start < kLanes ? in.n - start : kLanes;
-        std::memcpy(picked + size_t(sampled) * item, static_cast<const uint8_t*>(in.values) + size_t(start) * item, size_t(here) * item);
-        if (in.floor) std::memcpy(floor + sampled, in.floor + start, size_t(here));
-        sampled += here;
-    }
-    BlockIn sample = in;
-    sample.values = picked;
-    sample.n = sampled;
-    sample.floor = in.floor ? floor : nullptr;
-    Stats s = split_values(sample, scratch, planes).stats;
-    if (s.sum == 0) return;
-    uint8_t* symbol = scratch.width;
-    const int base = rounded_mean(s.sum, s.nonzero);  // that of the block: its rows are all here
-    for (int i = 0; i < sampled; i++) symbol[i] = symbol_of(scratch.exponent[i], base);
-    for (int i = 0; i < sampled; i++) counts[i & 3][symbol[i]]++;
 }
 
 // --- Decoding ---
@@ -184,14 +167,21 @@ inline int finish_dense(const BlockData& b, const DenseHead& h, int dtype, Codin
     return 0;
 }
 
-int decode_group(const BlockData* block, int count, int dtype, Coding coding, const Target* target, Scratch* scratch) {
+
+int decode_group(const BlockData* block, int count, int dtype, Coding coding, const Target* target, const Ahead& ahead,
+                 Scratch* scratch) {
     const int item = float_layout(dtype).item_bytes;
     DenseHead head[kGroup];
     LaneOutput lanes[kGroup];
     int dense[kGroup], dense_count = 0;
+    uint32_t done = 0;  // a bit for each block
+    if (coding == kNear)
+        if (int error = decode_near(block, count, target, ahead, &done)) return error;
     for (int k = 0; k < count; k++) {
+        if (done >> k & 1) continue;
         const BlockData& b = block[k];
         Scratch& s = scratch[k];
+        if (coding == kNear && b.kind != kRaw) make_floors(b.floors, 0, b.n, s.floor);
         if (b.kind == kDense) {
             LaneOutput& o = lanes[dense_count] = {};
             if (int error = read_dense(b, b.n, dtype, coding, &head[k], &o)) return error;
@@ -201,7 +191,7 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
             o.level = s.level;
             o.width = s.width;
             for (int c = 0; c < 3; c++) o.chunk[c] = s.chunk[c];
-            for (int i = 0; i < 3; i++) o.prefetch.stream[i] = block[0].next[i];
+            o.prefetch.stream = ahead.next;
             o.prefetch.each = 8;  // a group's bytes over the rows of one block
             dense[dense_count++] = k;
         } else if (b.kind == kRaw) {

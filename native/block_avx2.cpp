@@ -6,6 +6,7 @@ namespace {
 namespace avx2 {
 
 #include "stages.h"
+#include "sample.h"
 #include "sparse.h"
 #include "block.h"
 

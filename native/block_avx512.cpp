@@ -79,8 +79,11 @@ inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
 
 #include "values.h"
 #include "values_avx512.h"
+#include "near_avx512.h"
+#include "sample.h"
 #include "sparse.h"
 #include "block.h"
+#include "near_decode_avx512.h"
 
 }  // namespace avx512
 }  // namespace

@@ -8,6 +8,7 @@ namespace scalar {
 using plain::encode_lanes;
 
 #include "stages.h"
+#include "sample.h"
 #include "sparse.h"
 #include "block.h"
 

@@ -60,7 +60,7 @@ Scratch* scratch() {  // room for a group of blocks per thread
     return room.get();
 }
 
-// One block's view of the input, with its floors computed into `floor_room`.
+// One block's view of the input.
 struct Source {
     const gz_job& job;
     const void* x;
@@ -68,52 +68,27 @@ struct Source {
     const gz_floor* floor;
     const Kernels* kernels;
 
-    BlockIn block(uint64_t number, const CodeTable* table, int8_t* floor_room) const {
+    const uint8_t* values_at(uint64_t start) const {
+        return static_cast<const uint8_t*>(x) + start * uint64_t(float_layout(job.dtype).item_bytes);
+    }
+    BlockIn block(uint64_t number, const CodeTable* table) const {
         uint64_t start = number * kBlock;
         int count = int(std::min<uint64_t>(kBlock, n - start));
-        const int item = float_layout(job.dtype).item_bytes;
-        const uint8_t* values = static_cast<const uint8_t*>(x) + start * uint64_t(item);
-        BlockIn in{values, count, job, coding_of(job), nullptr, table, {}};
-        if (start + 2 * kBlock <= n) {
-            in.next[0] = values + kBlock * item;
-            if (in.coding != kFixed && !floor->given) {
-                in.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + start + kBlock);
-                if (floor->second) in.next[2] = reinterpret_cast<const uint8_t*>(floor->second + start + kBlock);
-            }
-        }
-        if (in.coding != kFixed) {
-            kernels->floors(*floor, start, count, job.shift, floor_room);
-            in.floor = floor_room;
-        }
-        return in;
+        return {values_at(start), count, job, coding_of(job), {floor, start, job.shift}, table, {}, nullptr, nullptr};
     }
-    // Sampling touches few rows of each block: only their floors are computed.
-    void sample_segment(uint64_t segment, int64_t counts[256]) const {
-        Scratch& s = scratch()[0];
-        const uint64_t item = uint64_t(float_layout(job.dtype).item_bytes);
-        const uint8_t* values = static_cast<const uint8_t*>(x);
-        uint64_t first = segment * kSegment, last = std::min(n, first + kSegment);
-        auto prefetch = [=](const void* from, uint64_t size) {  // the rows lie too far apart for the hardware to guess
-            for (uint64_t row = first; row < last && from; row += kSampleRows * kLanes)
-                for (uint64_t line = 0; line < kLanes * size; line += 64)
-                    __builtin_prefetch(static_cast<const uint8_t*>(from) + row * size + line, 0, 2);
-        };
-        prefetch(x, item);
-        if (coding_of(job) != kFixed && !floor->given) {
-            prefetch(floor->theta, 4);
-            prefetch(floor->second, 4);
-        }
+    // The streams from which a whole block at `start` comes; none if there is no such block.
+    void streams(uint64_t start, const uint8_t* stream[3]) const {
+        if (start + kBlock > n) return;
+        stream[0] = values_at(start);
+        if (coding_of(job) == kFixed || floor->given) return;
+        stream[1] = reinterpret_cast<const uint8_t*>(floor->theta + start);
+        if (floor->second) stream[2] = reinterpret_cast<const uint8_t*>(floor->second + start);
+    }
+    void sample_segment(uint64_t segment, int64_t counts[256], Sample samples[kSegmentBlocks]) const {
         uint32_t parts[4][256] = {};
-        for (uint64_t start = first; start < last; start += kBlock) {
-            int count = int(std::min<uint64_t>(kBlock, n - start));
-            BlockIn in{values + start * item, count, job, coding_of(job), nullptr, nullptr, {}};
-            if (in.coding != kFixed) {
-                for (int row = 0; row < count; row += kSampleRows * kLanes)
-                    kernels->floors(*floor, start + uint64_t(row), std::min(kLanes, count - row), job.shift, s.floor + row);
-                in.floor = s.floor;
-            }
-            kernels->sample_block(in, parts, s);
-        }
+        uint64_t first = segment * kSegmentBlocks, last = std::min(blocks_of(n), first + kSegmentBlocks);
+        for (uint64_t number = first; number < last; number++)
+            samples[number - first] = kernels->sample_block(block(number, nullptr), parts, scratch()[0]);
         for (int k = 0; k < 256; k++) counts[k] = int64_t(parts[0][k]) + parts[1][k] + parts[2][k] + parts[3][k];
     }
 };
@@ -124,6 +99,7 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
                        uint8_t* index, uint8_t* out, uint64_t room) {
     Scratch& s = scratch()[0];
     alignas(64) CodeTable table;
+    Sample samples[kSegmentBlocks];
     uint64_t at = 0;
     for (uint64_t number = first; number < last; number++) {
         if (number % kSegmentBlocks == 0 || number == first) {
@@ -132,14 +108,19 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
             const uint8_t* use = lengths ? lengths + 256 * segment : sampled;
             if (!lengths) {
                 int64_t counts[256];
-                source.sample_segment(segment, counts);
+                source.sample_segment(segment, counts, samples);
                 code_lengths(counts, source.job.limit, sampled);
             }
             build_table(use, &table);
             if (tables)
                 for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
         }
-        BlockIn in = source.block(number, &table, s.floor);
+        BlockIn in = source.block(number, &table);
+        source.streams((number + 1) * kBlock, in.ahead.next);
+        if (!lengths) {
+            in.sample = &samples[number % kSegmentBlocks];
+            source.streams((number + kSegmentBlocks) * kBlock, in.ahead.sample);
+        }
         bool in_place = room - at >= kMaxDense;
         uint8_t* target = in_place ? out + at : s.frame;
         BlockOut result = source.kernels->encode_block(in, target, s);
@@ -242,17 +223,18 @@ int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, co
             uint64_t start = (number + uint64_t(k)) * kBlock;
             if (int error = body.block(number + uint64_t(k), &block[k], s[k].frame)) return error;
             target[k] = {out + start * item, add, stream};
-            if (body.coding == kNear) kernels->floors(*floor, start, block[k].n, shift, s[k].floor);
+            block[k].floors = {floor, start, shift};
         }
         uint64_t after = number + kGroup;
+        Ahead ahead{};
         if (after + kGroup <= last) {
-            block[0].next[0] = body.data + body.offset[after];
+            ahead.next[0] = body.data + body.offset[after];
             if (body.coding == kNear && !floor->given) {
-                block[0].next[1] = reinterpret_cast<const uint8_t*>(floor->theta + after * kBlock);
-                if (floor->second) block[0].next[2] = reinterpret_cast<const uint8_t*>(floor->second + after * kBlock);
+                ahead.next[1] = reinterpret_cast<const uint8_t*>(floor->theta + after * kBlock);
+                if (floor->second) ahead.next[2] = reinterpret_cast<const uint8_t*>(floor->second + after * kBlock);
             }
         }
-        if (int error = kernels->decode_group(block, count, dtype, body.coding, target, s)) return error;
+        if (int error = kernels->decode_group(block, count, dtype, body.coding, target, ahead, s)) return error;
     }
     if (stream) std::atomic_thread_fence(std::memory_order_seq_cst);  // stores that bypass the cache have no order of their own
     return 0;
@@ -358,13 +340,9 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         BlockData block;
         Target target{s[0].sum, true, false};
         if (int error = body.block(number, &block, s[0].frame)) return error;
-        if (body.coding == kNear) kernels->floors(*floor, start, here, in_shift, s[0].floor);
-        if (int error = kernels->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, s)) return error;
-        BlockIn in{s[0].sum, here, *job, coding_of(*job), nullptr, &tables[number / kSegmentBlocks], {}};
-        if (in.coding != kFixed) {
-            kernels->floors(*floor, start, here, job->shift, s[0].floor);
-            in.floor = s[0].floor;
-        }
+        block.floors = {floor, start, in_shift};
+        if (int error = kernels->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, {}, s)) return error;
+        BlockIn in{s[0].sum, here, *job, coding_of(*job), {floor, start, job->shift}, &tables[number / kSegmentBlocks], {}, nullptr, nullptr};
         bool in_place = capacity - at >= kMaxDense;
         uint8_t* to = in_place ? out + at : s[1].frame;
         BlockOut result = kernels->encode_block(in, to, s[0]);
@@ -378,7 +356,8 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
 int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts) {
     if (!valid(*job, n, floor)) return GZ_BAD_ARGUMENT;
     Source source{*job, x, n, floor, chosen().load()};
-    for (uint64_t i = 0; i < segments_of(n); i++) source.sample_segment(i, counts + 256 * i);
+    Sample samples[kSegmentBlocks];
+    for (uint64_t i = 0; i < segments_of(n); i++) source.sample_segment(i, counts + 256 * i, samples);
     return 0;
 }
 

@@ -92,9 +92,10 @@ bool build_table(const uint8_t* lengths, CodeTable* table) {
     // The escape comes after all symbols of its length.
     int escape_code = escape ? reversed(next[escape] + of_length[escape], escape) : 0;
     for (int i = escape_code; i < 256; i += 1 << escape) {
-        table->symbol[i] = 0;
+        table->symbol[i] = table->distance[i] = 0;
         table->consumed[i] = uint8_t(escape | kEscaped);
     }
+    table->lowest = table->highest = 0;
     for (int s = 0; s < 256; s++) {
         int length = lengths[s];
         if (!length) {
@@ -105,9 +106,13 @@ bool build_table(const uint8_t* lengths, CodeTable* table) {
         int bits = reversed(next[length]++, length);
         table->code[s] = uint8_t(bits);
         table->length[s] = uint8_t(length);
+        const int distance = s < 128 ? s : s - 255;
+        table->lowest = std::min(table->lowest, distance);
+        table->highest = std::max(table->highest, distance);
         for (int i = bits; i < 256; i += 1 << length) {
             table->symbol[i] = uint8_t(s);
-            table->consumed[i] = uint8_t(length);
+            table->consumed[i] = uint8_t(s ? length : length | kZero);
+            table->distance[i] = uint8_t(distance + 128);
         }
     }
     for (int s = 0; s < 256; s++) table->entry[s] = uint16_t(table->code[s] | table->length[s] << 8);

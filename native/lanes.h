@@ -12,15 +12,21 @@ namespace {
 // What the next block will need, fetched while the lanes of this one are busy: `each` cache lines of every stream at
 // each of the loop's steps. Hardware prefetchers stop at page ends, which come four times in a block.
 struct Prefetch {
-    const uint8_t* stream[3] = {nullptr, nullptr, nullptr};
+    const uint8_t* const* stream = nullptr;
     int each = 4;
-    void lines(int step) const {
-        for (const uint8_t* s : stream) {
-            if (!s) return;
-            for (int i = 0; i < each; i++) __builtin_prefetch(s + 64 * (step * each + i), 0, 2);
-        }
+    // Inlined by force: gcc takes a function that does nothing but this for one without effect, and drops the call.
+    __attribute__((always_inline)) void lines(int step) const {
+        for (int i = 0; i < 3 && stream && stream[i]; i++)
+            for (int line = 0; line < each; line++) __builtin_prefetch(stream[i] + 64 * (step * each + line), 0, 2);
     }
 };
+
+// The rows of a later block that will be sampled: they lie too far apart for the hardware to guess.
+__attribute__((always_inline)) inline void fetch_sample(const Ahead& ahead, size_t item) {
+    for (int i = 0; i < 3 && ahead.sample[i]; i++)
+        for (size_t row = 0; row < kBlock * item; row += kSampleRows * kLanes * item)
+            for (size_t line = 0; line < kLanes * item; line += 64) __builtin_prefetch(ahead.sample[i] + row + line, 0, 2);
+}
 
 // What goes into the lanes, one entry per value.
 struct LaneInput {

@@ -21,6 +21,7 @@ constexpr int kTableBytes = 128;
 constexpr int kBodyHead = 8;
 constexpr int kDenseHead = 4 + 2 * kLanes;
 constexpr int kSampleRows = 16;
+constexpr int kSampled = kBlock / kSampleRows;
 constexpr int kExact = -128;
 constexpr int kCoarsest = 103;  // floors above are taken as this one
 constexpr int kEscape = 256;
@@ -39,11 +40,14 @@ static inline FloatLayout float_layout(int dtype) {
 
 // One Huffman code, ready for both directions. Symbols without a code have the escape's code and kEscaped set.
 constexpr uint8_t kEscaped = 0x80;
+constexpr uint8_t kZero = 0x40;
 struct alignas(64) CodeTable {
     uint8_t code[256];     // bit-reversed
     uint8_t length[256];   // | kEscaped
     uint8_t symbol[256];   // by the low 8 bits of a state
-    uint8_t consumed[256];  // length of that symbol's code, | kEscaped for the escape
+    uint8_t consumed[256];  // length of that symbol's code, | kEscaped for the escape, | kZero for symbol 0
+    uint8_t distance[256];  // what that symbol adds to the base, + 128, where all exponents are near it:
+    int lowest, highest;    // the least and the largest that occur
     uint16_t entry[256];    // code | length << 8, by symbol
 };
 // False if the lengths are no complete code.
@@ -87,15 +91,37 @@ struct alignas(64) Scratch {
     float sum[kRoom];
 };
 
+// Where a block's floors come from; those of near and paper mode only.
+struct FloorSource {
+    const gz_floor* rule;
+    uint64_t start;  // the number of the block's first value
+    int shift;
+};
+
+// What is read soon, to be fetched ahead; NULL-terminated.
+struct Ahead {
+    const uint8_t* next[3];    // what the next block, or group of blocks, will read
+    const uint8_t* sample[3];  // a block whose sampled rows will be read
+};
+
+// What the sampled rows of a block say.
+struct Sample {
+    int base;
+    int nonzero;  // exponents that are not 0
+    bool alike;   // all exponents are equal
+};
+
 // Everything that encoding one block needs to know.
 struct BlockIn {
     const void* values;  // in memory order, of job.dtype
     int n;
     gz_job job;
     Coding coding;
-    const int8_t* floor;  // n floors with the shift applied, or NULL
+    FloorSource floors;
     const CodeTable* table;
-    const uint8_t* next[3];  // what the next block will read, to be fetched ahead; NULL-terminated
+    Ahead ahead;
+    const Sample* sample;  // NULL: not taken yet
+    const int8_t* floor;  // n floors with the shift applied, once they are made
 };
 
 // What a block became.
@@ -112,7 +138,7 @@ struct BlockData {
     Kind kind;
     int n;
     const CodeTable* table;
-    const uint8_t* next[3];  // what the next group will read, to be fetched ahead; NULL-terminated
+    FloorSource floors;
 };
 
 // Where decoded values go.
@@ -127,9 +153,11 @@ struct Kernels {
     const char* name;
     // Encodes one block to `out`, which has room for kMaxDense bytes.
     BlockOut (*encode_block)(const BlockIn& in, uint8_t* out, Scratch& scratch);
-    // Decodes up to kGroup blocks of one segment; block k's floors are in scratch[k]. Returns 0 or a gz_error.
-    int (*decode_group)(const BlockData* block, int count, int dtype, Coding coding, const Target* target, Scratch* scratch);
-    void (*sample_block)(const BlockIn& in, uint32_t counts[4][256], Scratch& scratch);
+    // Decodes up to kGroup blocks of one segment. Returns 0 or a gz_error.
+    int (*decode_group)(const BlockData* block, int count, int dtype, Coding coding, const Target* target, const Ahead& ahead,
+                        Scratch* scratch);
+    // Adds the sampled symbols of a block to the sum of four histograms, where there are any.
+    Sample (*sample_block)(const BlockIn& in, uint32_t (*counts)[256], Scratch& scratch);
     void (*floors)(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* out);
 };
 const Kernels* scalar_kernels();

@@ -21,6 +21,13 @@ using plain::find_nonzero;
 
 #include "values.h"
 
+inline void make_floors(const FloorSource& from, int first, int n, int8_t* out) {
+    floors(*from.rule, from.start + uint64_t(first), n, from.shift, out);
+}
+
+inline int sample_near(const BlockIn&, uint8_t*) { return 0; }
+inline int decode_near(const BlockData*, int, const Target*, const Ahead&, uint32_t*) { return 0; }
+inline int encode_near(const BlockIn&, uint8_t*, Scratch&) { return 0; }
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
 inline bool join_full(const uint8_t*, const uint8_t* const*, int, const Target&) { return false; }
 inline bool join_lanes(const Scratch&, int, const Target&) { return false; }

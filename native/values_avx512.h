@@ -291,3 +291,7 @@ void fast_floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t*
             _mm_mask_storeu_epi8(out + i, here, bytes);
     }
 }
+
+inline void make_floors(const FloorSource& from, int first, int n, int8_t* out) {
+    fast_floors(*from.rule, from.start + uint64_t(first), n, from.shift, out);
+}
