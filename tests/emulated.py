@@ -22,11 +22,13 @@ class Emulator:
         self.launched: list[str] = []
         self._functions: dict[str, ctypes._CFuncPtr] = {}
 
-    def launch(self, kernel: str, arguments: bytes, groups: int, threads: int) -> None:
+    def launch(
+        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+    ) -> None:
         self.launched.append(kernel)
         if kernel not in self._functions:
             self._functions[kernel] = ctypes.CDLL(str(_compiled(kernel))).entry
-        self._functions[kernel](ctypes.c_char_p(arguments), groups, threads)
+        self._functions[kernel](arguments, groups, threads)
 
     def resident(self, kernel: str, threads: int) -> int:
         return 2  # so that small inputs make a group take more than one turn
@@ -34,7 +36,7 @@ class Emulator:
     def stream(self) -> int:
         return 0
 
-    def wait(self) -> None:
+    def wait(self, stream: int) -> None:
         pass
 
 

@@ -14,6 +14,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -181,6 +182,10 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 template <class T>
 T __ldcg(const T* p) { return *p; }
+template <class T>
+T __ldcs(const T* p) { return *p; }
+template <class T>
+void __stcs(T* p, T v) { *p = v; }
 template <class T>
 T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
 template <class T>

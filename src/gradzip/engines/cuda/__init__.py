@@ -21,10 +21,11 @@ from ..layout import (
     Job,
     blocks_of,
     blocks_offset,
+    float_layout,
     segments_of,
 )
 from . import launch
-from .launch import Launch, Part, batches, check_type
+from .launch import Launch, Part, batches
 from .tables import code_lengths as code_lengths  # part of the engine's interface
 
 NAME = "cuda"
@@ -147,14 +148,11 @@ def decode_add_encode(
     total = torch.empty_like(local)
     incoming = _readable(body, total, floor, book, local)
     coding = FIXED if floor is None else NEAR
-    reading = Launch([incoming], coding, Job("near", shift=in_shift))
-    reading.read_tables()
-    reading.decode()
+    Launch([incoming], coding, Job("near", shift=in_shift), encodes=False).decode()
     tables = incoming.body if lengths is None and book is None else None
     given = lengths if lengths is not None else book
     room = _aligned_room(out)
-    writing = Launch([Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job)
-    writing.plan()
+    writing = Launch([Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job, encodes=True)
     writing.encode()
     (size,), status = writing.finish()
     _raise_faults(status)
@@ -167,10 +165,11 @@ def decode_add_encode(
 
 def histogram(x: torch.Tensor, job: Job, floor: FloorLike = None) -> torch.Tensor:
     """Sampled symbol counts of each segment, (segments, 256) int64."""
-    check_type(x)
+    float_layout(x.dtype)
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
-        Launch([Part(x, floor=_needed_floor(x, job, floor))], _coding(x, job), job).plan(counts)
+        part = Part(x, floor=_needed_floor(x, job, floor))
+        Launch([part], _coding(x, job), job, encodes=True).count_symbols(counts)
     return counts.to(torch.int64)
 
 
@@ -198,7 +197,7 @@ def _aligned_room(out: torch.Tensor) -> torch.Tensor:
 
 def _encode(parts: list[Part], job: Job) -> list[int]:
     for part in parts:
-        check_type(part.values)
+        float_layout(part.values.dtype)
     empty = bytes([CODINGS[job.mode], 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
     sizes = []
     for batch in batches(parts):
@@ -209,8 +208,7 @@ def _encode(parts: list[Part], job: Job) -> list[int]:
         ]
         found: list[int] = []
         if filled:
-            run = Launch(filled, _coding(filled[0].values, job), job)
-            run.plan()
+            run = Launch(filled, _coding(filled[0].values, job), job, encodes=True)
             run.encode()
             found, status = run.finish()
             if status & 1:
@@ -229,7 +227,7 @@ def _readable(
     body: torch.Tensor, out: torch.Tensor, floor: FloorLike, book: torch.Tensor | None, addend: torch.Tensor | None
 ) -> Part:
     """A body that is long enough for its tables, at an address where kernels may read words."""
-    check_type(out)
+    float_layout(out.dtype)
     shared = 0 if book is None else 1
     if body.numel() < BODY_HEAD_BYTES:
         raise Truncated("the gcomp body ends inside its head")
@@ -257,8 +255,7 @@ def _check_empty(body: torch.Tensor, shared: int) -> None:
 
 def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
     """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
-    run = Launch(batch, coding, Job("near", shift=shift))
-    run.read_tables()
+    run = Launch(batch, coding, Job("near", shift=shift), encodes=False)
     run.decode()
     _, status = run.finish()
     _raise_faults(status)

@@ -29,12 +29,14 @@ def source() -> str:
     return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in FILES)
 
 
-def _entry(kernel: str, threads: int) -> str:
-    """The function that is launched; `kernel` is a function of the source with its template arguments."""
-    return (
-        f'extern "C" __global__ void __launch_bounds__({threads}) entry(const __grid_constant__ Args a)'
-        f" {{ {kernel}(a); }}\n"
-    )
+def _entry(kernel: str) -> str:
+    """The name, in profilers too, under which a function of the source with its template arguments is launched."""
+    return f"gradzip_{kernel.partition('<')[0]}"
+
+
+def _text(kernel: str, threads: int) -> str:
+    bounds = f'extern "C" __global__ void __launch_bounds__({threads})'
+    return f"{source()}\n{bounds} {_entry(kernel)}(const __grid_constant__ Args a) {{ {kernel}(a); }}\n"
 
 
 # --- NVRTC -------------------------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ def _compile(text: str, architecture: str) -> bytes:
 
 def _binary(kernel: str, threads: int, architecture: str) -> bytes:
     """A compiled kernel, from the cache folder where it is there."""
-    text = source() + _entry(kernel, threads)
+    text = _text(kernel, threads)
     key = hashlib.sha256(f"{text}{_OPTIONS}{architecture}{torch.version.cuda}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradzip" / "kernels"
     path = folder / f"{key}.cubin"
@@ -120,24 +122,14 @@ class Device:
     """Launches kernels on one GPU, on the current stream of the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        properties = torch.cuda.get_device_properties(device)
-        self.processors: int = properties.multi_processor_count
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        properties = torch.cuda.get_device_properties(self._index)
+        self._processors: int = properties.multi_processor_count
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._context = ctypes.c_void_p()
-        _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device.index), "using the GPU's context")
+        _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._index), "using the GPU's context")
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._resident: dict[str, int] = {}
-
-    def _function(self, kernel: str, threads: int) -> ctypes.c_void_p:
-        function = self._functions.get(kernel)
-        if function is None:
-            binary = _binary(kernel, threads, self._architecture)
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
-            _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, b"entry"), f"finding {kernel}")
-            self._functions[kernel] = function
-        return function
 
     def _enter(self) -> None:
         """A thread that has not used this GPU yet has no context, or that of another GPU."""
@@ -146,28 +138,35 @@ class Device:
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
-    def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    def _load(self, kernel: str, threads: int) -> ctypes.c_void_p:
+        self._enter()
+        binary = _binary(kernel, threads, self._architecture)
+        module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
+        _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, _entry(kernel).encode()), f"finding {kernel}")
+        code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(count), function, threads, 0)
+        _check(code, f"asking how often {kernel} fits")
+        self._resident[kernel] = max(1, count.value) * self._processors
+        self._functions[kernel] = function
+        return function
 
     def resident(self, kernel: str, threads: int) -> int:
         """How many groups of that kernel the GPU runs at once."""
         if kernel not in self._resident:
-            self._enter()
-            count = ctypes.c_int()
-            function = self._function(kernel, threads)
-            code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(count), function, threads, 0)
-            _check(code, f"asking how often {kernel} fits")
-            self._resident[kernel] = max(1, count.value) * self.processors
+            self._load(kernel, threads)
         return self._resident[kernel]
 
-    def launch(self, kernel: str, arguments: bytes, groups: int, threads: int) -> None:
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self._index).cuda_stream
+
+    def launch(self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int) -> None:
+        """`arguments` is copied before this returns."""
+        function = self._functions.get(kernel) or self._load(kernel, threads)
         self._enter()
-        function = self._function(kernel, threads)
-        buffer = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        stream = ctypes.c_void_p(self.stream())
-        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        where = ctypes.c_void_p(stream)
+        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, 0, where, pointers, None)
         _check(code, f"launching {kernel}")
 
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
+    def wait(self, stream: int) -> None:
+        _check(_cuda().cuStreamSynchronize(ctypes.c_void_p(stream)), "a kernel of the cuda engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,18 @@ from typing import Protocol
 import torch
 
 from ...errors import Unsupported
-from ..layout import FIXED, NEAR, PAPER, Floor, Job, blocks_of, float_layout, segments_of
+from ..layout import FIXED, NEAR, PAPER, Floor, Job, blocks_of, segments_of
 from . import driver
 
 WARPS = 4  # blocks that a group of threads codes together
+GATHERING_WARPS = 2  # the same where blocks are brought to shared memory, which is scarce
 MOST_TENSORS = 16  # per launch
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
 TABLE_THREADS = 256
 
 _ARGS = struct.Struct("<8Q14i")
+_COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
@@ -29,26 +32,26 @@ _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 class Launcher(Protocol):
     """A device that kernels run on."""
 
-    def launch(self, kernel: str, arguments: bytes, groups: int, threads: int) -> None: ...
+    def launch(
+        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+    ) -> None: ...
 
     def resident(self, kernel: str, threads: int) -> int: ...
 
     def stream(self) -> int: ...
 
-    def wait(self) -> None: ...
+    def wait(self, stream: int) -> None: ...
 
 
 emulator: Launcher | None = None  # what runs kernels on CPU tensors; the tests set it
-
-
-@cache
-def _gpu(device: torch.device) -> Launcher:
-    return driver.Device(device)
+_gpus: dict[torch.device, Launcher] = {}
 
 
 def launcher(device: torch.device) -> Launcher:
     if device.type == "cuda":
-        return _gpu(device)
+        if device not in _gpus:
+            _gpus[device] = driver.Device(device)
+        return _gpus[device]
     if emulator is None:
         raise Unsupported(f"the cuda engine codes tensors on a GPU, not on {device}")
     return emulator
@@ -66,7 +69,8 @@ class Workspace:
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
         # Kernels write sizes and status straight into host memory.
-        self.result = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._result = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.result = (ctypes.c_int64 * (MOST_TENSORS + 1)).from_address(self._result.data_ptr())
 
     def get(self, name: str, size: int) -> int:
         """The address of at least `size` bytes."""
@@ -76,13 +80,14 @@ class Workspace:
         return buffer.data_ptr()
 
 
-@cache
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+
+
 def _workspace(device: torch.device, stream: int) -> Workspace:
-    return Workspace(device)
-
-
-def workspace(device: torch.device) -> Workspace:
-    return _workspace(device, launcher(device).stream())
+    space = _workspaces.get((device, stream))
+    if space is None:
+        space = _workspaces[device, stream] = Workspace(device)
+    return space
 
 
 # --- Arguments ---------------------------------------------------------------------------------------------------
@@ -152,82 +157,78 @@ def _rounding(job: Job) -> tuple[int, int, int, int]:
     return (cut, half - 1, 1, -(1 << cut)) if cut < 23 else (cut, half, 0, -(1 << cut))
 
 
+@cache
+def _kernels(dtype: torch.dtype, coding: int, floor: str, keeps: bool, adds: bool, warps: int) -> dict[str, str]:
+    """What is launched for such tensors, by purpose."""
+    kind, where = _TYPES[dtype], f"{_CODINGS[coding]}, {'kNoFloor' if coding == FIXED else floor}"
+    keep, add = str(keeps).lower(), str(adds).lower()
+    fixed = f"encode_fixed<{kind}, {keep}, {warps}>"
+    return {
+        "plan": f"plan_segment<{kind}, {where}, {keep}>",
+        "encode": fixed if coding == FIXED else f"encode_lanes<{where}, {warps}>",
+        "decode": f"decode_blocks<{kind}, {where}, {add}, {warps}>",
+    }
+
+
 class Launch:
     """One batch on its way through the kernels."""
 
-    def __init__(self, parts: Sequence[Part], coding: int, job: Job) -> None:
-        self.device = parts[0].values.device
-        self.space = workspace(self.device)
-        self._launcher = launcher(self.device)
-        self._parts, self._coding, self._job = parts, coding, job
-        self.groups = self.segments = 0
+    def __init__(self, parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> None:
+        first = parts[0]
+        device, dtype = first.values.device, first.values.dtype
+        self._launcher = launcher(device)
+        self._stream = self._launcher.stream()
+        self._space = _workspace(device, self._stream)
+        self._count = len(parts)
+        self._warps = GATHERING_WARPS if encodes and coding == FIXED else WARPS
+        keeps = job.mode == "keep" and dtype == torch.float32
+        self._kernels = _kernels(
+            dtype, coding, floor_kind(first.floor), keeps, first.addend is not None, self._warps
+        )
+        self._groups = self._segments = 0
         packed = []
         for part in parts:
-            packed.append(_pack(part, self.groups, self.segments))
-            self.groups += -(-blocks_of(part.values.numel()) // WARPS)
-            self.segments += segments_of(part.values.numel())
-        self._tensors = b"".join(packed).ljust(MOST_TENSORS * _TENSOR.size, b"\0")
+            packed.append(_pack(part, self._groups, self._segments))
+            blocks = blocks_of(part.values.numel())
+            self._groups += -(-blocks // self._warps)
+            self._segments += segments_of(part.values.numel())
+        self._main = self._kernels["encode" if encodes else "decode"]
+        self._running = min(self._groups, self._launcher.resident(self._main, 32 * self._warps))
+        self._arguments = self._packed(job, coding, 0, b"".join(packed))
 
-    @property
-    def type(self) -> str:
-        return _TYPES[self._parts[0].values.dtype]
-
-    @property
-    def _where(self) -> str:
-        """Coding and kind of floor, as template arguments."""
-        kind = "kNoFloor" if self._coding == FIXED else floor_kind(self._parts[0].floor)
-        return f"{_CODINGS[self._coding]}, {kind}"
-
-    @property
-    def _keeps(self) -> str:
-        return "true" if self._job.mode == "keep" and self._parts[0].values.dtype == torch.float32 else "false"
-
-    def _arguments(self, slots: int, counts: int = 0) -> bytes:
-        space, job = self.space, self._job
+    def _packed(self, job: Job, coding: int, counts: int, tensors: bytes) -> ctypes.Array[ctypes.c_char]:
+        space = self._space
+        slots = 0 if coding == FIXED else self._running * self._warps
         signed_book = job.book - (1 << 32) if job.book >= 1 << 31 else job.book
         head = _ARGS.pack(
-            space.get("codes", 4 * CODE_STRIDE * self.segments), space.get("progress", 8 * self.groups),
+            space.get("codes", 4 * CODE_STRIDE * self._segments), space.get("progress", 8 * self._groups),
             space.ticket.data_ptr(), space.get("slots", slots * SLOT_BYTES), space.status.data_ptr(),
-            space.result.data_ptr(), space.get("words", 4 * self.segments), counts,
-            len(self._parts), self.groups, self.segments, self._coding, signed_book, job.shift, job.limit, 0,
+            ctypes.addressof(space.result), space.get("words", 4 * self._segments), counts,
+            self._count, self._groups, self._segments, coding, signed_book, job.shift, job.limit, 0,
             job.keep, *_rounding(job), 0,
         )  # fmt: skip
-        return head + self._tensors
+        return ctypes.create_string_buffer(head + tensors, _ARGS.size + MOST_TENSORS * _TENSOR.size)
 
-    def _run(self, kernel: str, groups: int, threads: int, slots: int = 0, counts: int = 0) -> None:
-        if groups:
-            self._launcher.launch(kernel, self._arguments(slots, counts), groups, threads)
+    def _run(self, kernel: str, groups: int, threads: int) -> None:
+        self._launcher.launch(kernel, self._arguments, groups, threads, self._stream)
 
-    def plan(self, counts: torch.Tensor | None = None) -> None:
-        """Code tables for the encoder, or histograms alone."""
-        kernel = f"plan_segment<{self.type}, {self._where}, {self._keeps}>"
-        self._run(kernel, self.segments, TABLE_THREADS, counts=_address(counts))
+    def count_symbols(self, counts: torch.Tensor) -> None:
+        """Histograms alone, into (segments, 256) int32."""
+        _COUNTS.pack_into(self._arguments, _COUNTS_AT, counts.data_ptr())
+        self._run(self._kernels["plan"], self._segments, TABLE_THREADS)
 
     def encode(self) -> None:
-        if self._coding == FIXED:
-            kernel = f"encode_fixed<{self.type}, {self._keeps}, {WARPS}>"
-        else:
-            kernel = f"encode_lanes<{self._where}, {WARPS}>"
-        groups = min(self.groups, self._launcher.resident(kernel, 32 * WARPS))
-        self._run(kernel, groups, 32 * WARPS, slots=0 if self._coding == FIXED else groups * WARPS)
-
-    def read_tables(self) -> None:
-        self._run("read_segment", self.segments, TABLE_THREADS)
+        self._run(self._kernels["plan"], self._segments, TABLE_THREADS)
+        self._run(self._main, self._running, 32 * self._warps)
 
     def decode(self) -> None:
-        add = "true" if self._parts[0].addend is not None else "false"
-        kernel = f"decode_blocks<{self.type}, {self._where}, {add}, {WARPS}>"
-        groups = min(self.groups, self._launcher.resident(kernel, 32 * WARPS))
-        self._run(kernel, groups, 32 * WARPS, slots=groups * WARPS if self._coding == NEAR else 0)
+        self._run("read_segment", self._segments, TABLE_THREADS)
+        self._run(self._main, self._running, 32 * self._warps)
 
     def finish(self) -> tuple[list[int], int]:
         """Waits for the stream; the sizes of the encoded bodies, and the status word, which is cleared."""
-        self._launcher.wait()
-        *sizes, status = self.space.result.tolist()
+        self._launcher.wait(self._stream)
+        *sizes, status = self._space.result
         if status:
-            self.space.status.zero_()
-        return sizes[: len(self._parts)], status
-
-
-def check_type(tensor: torch.Tensor) -> None:
-    float_layout(tensor.dtype)
+            self._space.status.zero_()
+        return sizes[: self._count], status

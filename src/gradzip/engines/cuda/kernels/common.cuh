@@ -15,7 +15,7 @@ typedef unsigned long long u64;
 constexpr u32 kAll = 0xffffffffu;
 constexpr int kBlock = 4096, kSegmentBlocks = 32;
 constexpr u32 kCodeStride = 260;  // words per segment in the encoder's table: 257 entries of code | length << 8
-constexpr int kExact = -1024;     // the floor of values that stay exact; so low that no test needs it
+constexpr int kExact = -256;      // the floor of values that stay exact; so low that no test needs it
 constexpr int kCoarsest = 103;    // the highest floor: up to here 2^(f+23) + x stays finite
 constexpr u32 kSlotBytes = 32768; // scratch memory of a warp: a block before its place is known, or two lists
 
@@ -76,6 +76,10 @@ struct Args {
 // --- Warps ---------------------------------------------------------------------------------------------------------
 
 DEVICE u32 lane_id() { return threadIdx.x & 31; }
+// The warp's number, or a value that is equal in all lanes, in a way that the compiler knows it, too: it then omits what
+// guards votes against lanes gone astray.
+DEVICE u32 uniform(u32 v) { return __shfl_sync(kAll, v, 0); }
+DEVICE u32 warp_id() { return uniform(threadIdx.x >> 5); }
 DEVICE u32 lower_lanes() { return (1u << lane_id()) - 1; }
 DEVICE bool any(bool flag) { return __ballot_sync(kAll, flag) != 0; }
 

@@ -5,7 +5,7 @@ template <class F, int CODING, int FLOOR, bool ADD>
 DEVICE u32 decode_dense(const Args& a, const Tensor& t, u64 start, int n, const u32* block, u32 words, const u32* lookup,
                         u32* table, u8* window, u32* room) {
     if (words < 17) return kShortDense;
-    u32 head = block[0];
+    u32 head = uniform(block[0]);
     DenseHead h = {head & 3, (head >> 2) & 7, (head >> 5) & 1, (head >> 6) & 1, (head >> 7) & 1, (head >> 8) & 255,
                    (head >> 16) & 0x3fff};
     u32 padding = head >> 30, end = 4 * words - padding, width = 8 * h.whole + h.rest, lowest = 68 + h.whole * h.fields;
@@ -31,7 +31,7 @@ DEVICE u32 decode_dense(const Args& a, const Tensor& t, u64 start, int n, const 
             fields = fixed_rows<F, ADD>(s, table, sink, n, h, seen);
         }
     } else {
-        fields = lane_rows<CODING, FLOOR, ADD>(a, t, start, s, table, sink, n, seen);
+        fields = lane_rows<CODING, FLOOR, ADD>(Source<Float32, FLOOR>(a, t, start), s, table, sink, n, seen);
     }
     if (any(!s.sound() || (seen & kImpossible) || ((seen & kEscaped) && !h.escapes))) return kBadLanes;
     return fields != h.fields ? kBadFields : 0;
@@ -75,6 +75,7 @@ DEVICE u32 list_ones(const u32* block, u32 at, u32 bits, u32 limit, u32* found, 
 template <int FLOOR, bool ADD>
 DEVICE u32 decode_sparse(const Args& a, const Tensor& t, u64 start, int n, const u32* block, u32 limit, u32* lists) {
     Sink<Float32, ADD> sink(t, start);
+    Source<Float32, FLOOR> source(a, t, start);
     u32 m = block[0] & 0xffff, distances = block[0] >> 16;
     if (m == 0 || m > (u32)n) return kBadSparse;
     SparseLayout at(m, (u32)n, distances, 0);
@@ -109,7 +110,7 @@ DEVICE u32 decode_sparse(const Args& a, const Tensor& t, u64 start, int n, const
             }
             if (good) {
                 int d = (int)(lengths[i] - (i ? lengths[i - 1] + 1 : 0));
-                int f = make_floor<FLOOR>(load_floor<FLOOR>(t, start + p), t, a.shift);
+                int f = floor_at(source, p);
                 e = d + 127 + max_int(f, -128);
                 good = e >= 1 && e <= 255;
                 k = good ? (u32)kept_bits(e, f) : 0;
@@ -157,7 +158,7 @@ DEVICE u32 decode_block(const Args& a, const Tensor& t, u64 start, int n, u32 ki
 // One group of blocks, as many as there are warps.
 template <class F, int CODING, int FLOOR, bool ADD, int WARPS>
 DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* room, u64* place) {
-    u32 warp = threadIdx.x >> 5;
+    u32 warp = warp_id();
     const Tensor& t = a.tensor[tensor_of_group(a, group)];
     bool shared_book = t.lengths != 0;
     const u8* body = pointer<const u8>(t.body);
@@ -179,7 +180,7 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
     if (block >= n_blocks) return;
     u64 at = *place;
     for (u64 b = first; b < block; b++) at += index[b] & 0x3fff;
-    u32 entry = index[block], words = entry & 0x3fff;
+    u32 entry = uniform(index[block]), words = entry & 0x3fff;
     u64 from = blocks_offset(t.numel, shared_book) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
     int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
     u32 fault;
@@ -198,10 +199,10 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
 template <class F, int CODING, int FLOOR, bool ADD, int WARPS>
 DEVICE void decode_blocks(const Args& a) {
     __shared__ u32 tables[WARPS][256];
-    __shared__ u32 windows[WARPS][kWindow / 4];
+    __shared__ __align__(1024) u32 windows[WARPS][kWindow / 4];
     __shared__ u32 rooms[WARPS][64];
     __shared__ u64 place;
-    u32 warp = threadIdx.x >> 5;
+    u32 warp = warp_id();
     // Unless read_segment found that there is nothing to decode, or nothing that this kernel can.
     if (!(*pointer<const u32>(a.status) & (kBadTable | kBadHead | kBadIndexPadding | kOtherCoding)))
         for (u32 group = blockIdx.x; group < (u32)a.groups; group += gridDim.x)

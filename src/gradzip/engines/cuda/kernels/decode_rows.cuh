@@ -1,6 +1,7 @@
 // The decoder's lanes: a window of the refill stream in shared memory, and what is popped row by row.
 
-// An entry of a block's table, by the state's low 8 bits: length, flags, exponent << 23.
+// An entry of a block's table, by the state's low 8 bits: length, flags, exponent << 23. Shifts take the low 5 bits of what
+// they are given, so that an entry serves as a length.
 constexpr u32 kEscaped = 1u << 8, kImpossible = 1u << 9;
 constexpr u32 kWindow = 1024;  // bytes of the refill stream at hand
 
@@ -54,20 +55,39 @@ struct Stream {
             advance_to(low);
         }
     }
-    // Drops `count` bits of each lane and refills those that run low. A stream that runs dry gets wrong bytes from the
-    // window; that it ends elsewhere shows at the end.
+    // Drops `count` mod 32 bits of each lane and refills those that run low. A stream that runs dry gets wrong bytes from
+    // the window; that it ends elsewhere shows at the end.
     __device__ __forceinline__ void pop(u32 count) {
-        state >>= count;
+#if defined(__CUDA_ARCH__)
+        asm volatile(
+            "{ .reg .pred few; .reg .b32 votes, place, byte;\n"
+            "shf.r.wrap.b32 %0, %0, 0, %2;\n"
+            "setp.lt.u32 few, %0, 256;\n"
+            "vote.sync.ballot.b32 votes, few, 0xffffffff;\n"
+            "and.b32 place, votes, %4;\n"
+            "popc.b32 place, place;\n"
+            "sub.u32 place, %1, place;\n"
+            "and.b32 place, place, 1023;\n"
+            "or.b32 place, place, %3;\n"
+            "@few ld.shared.u8 byte, [place];\n"
+            "@few mad.lo.u32 %0, %0, 256, byte;\n"
+            "popc.b32 votes, votes;\n"
+            "sub.u32 %1, %1, votes; }"
+            : "+r"(state), "+r"(at)
+            : "r"(count), "r"((u32)__cvta_generic_to_shared(window)), "r"(upper));
+#else
+        state >>= count & 31;
         bool few = state < 256;
         u32 votes = __ballot_sync(kAll, few);
         if (few) state = state << 8 | window[(u32)(at - __popc(votes & upper)) % kWindow];
         at -= __popc(votes);
+#endif
     }
     // The exponents of a row in bits 23-30; other bits are not cleared. `seen` collects flags.
     template <class F>
     __device__ __forceinline__ u32 pop_exponent(const u32* table, bool here, u32& seen) {
         u32 entry = here ? table[state & 255] : 0;
-        pop(entry & 15);
+        pop(entry);
         seen |= entry;
         if (any(entry & kEscaped)) {
             bool escaped = entry & kEscaped;
@@ -82,18 +102,16 @@ struct Stream {
     }
     // Lane parts of up to 24 bits, the lowest chunk first.
     __device__ __forceinline__ u32 pop_part(int width) {
-        u32 count = (u32)min_int(width, 8), bits = state & ((1u << count) - 1);
-        pop(count);
+        u32 bits = pop_chunk((u32)min_int(width, 8));
         if (any(width > 8)) {
-            count = (u32)max_int(0, min_int(width - 8, 8));
-            bits |= (state & ((1u << count) - 1)) << 8;
-            pop(count);
-            if (any(width > 16)) {
-                count = (u32)max_int(0, width - 16);
-                bits |= (state & ((1u << count) - 1)) << 16;
-                pop(count);
-            }
+            bits |= pop_chunk((u32)max_int(0, min_int(width - 8, 8))) << 8;
+            if (any(width > 16)) bits |= pop_chunk((u32)max_int(0, width - 16)) << 16;
         }
+        return bits;
+    }
+    __device__ __forceinline__ u32 pop_chunk(u32 count) {
+        u32 bits = state & ((1u << count) - 1);
+        pop(count);
         return bits;
     }
     __device__ __forceinline__ bool sound() const { return state == 256 && at == lowest; }
@@ -202,22 +220,22 @@ DEVICE void lane_row(Stream& s, const u32* table, const Sink<Float32, ADD>& sink
 
 // Returns how many values are not 0.
 template <int CODING, int FLOOR, bool ADD>
-DEVICE u32 lane_rows(const Args& a, const Tensor& t, u64 start, Stream& s, const u32* table, const Sink<Float32, ADD>& sink,
-                     int n, u32& seen) {
+DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32* table, const Sink<Float32, ADD>& sink, int n,
+                     u32& seen) {
     u32 fields = 0, lane = lane_id();
     int grouped = n & ~127;
     FloorInput next[4];
     if (grouped)
-        for (u32 k = 0; k < 4; k++) next[k] = load_floor<FLOOR>(t, start + 32 * k + lane);
+        for (u32 k = 0; k < 4; k++) next[k] = load_floor(source, 32 * k + lane);
 #pragma unroll 1
     for (int row = 0; row < grouped; row += 128) {
         FloorInput now[4];
         for (int k = 0; k < 4; k++) now[k] = next[k];
         u32 ahead = (u32)min_int(row + 128, grouped - 128) + lane;
-        for (u32 k = 0; k < 4; k++) next[k] = load_floor<FLOOR>(t, start + ahead + 32 * k);
+        for (u32 k = 0; k < 4; k++) next[k] = load_floor(source, ahead + 32 * k);
         for (u32 k = 0; k < 4; k++) {
             if (k % 2 == 0) s.advance();
-            lane_row<CODING, ADD>(s, table, sink, (u32)row + 32 * k + lane, true, make_floor<FLOOR>(now[k], t, a.shift),
+            lane_row<CODING, ADD>(s, table, sink, (u32)row + 32 * k + lane, true, make_floor(source, now[k]),
                                   fields, seen);
         }
     }
@@ -225,7 +243,7 @@ DEVICE u32 lane_rows(const Args& a, const Tensor& t, u64 start, Stream& s, const
         u32 i = (u32)row + lane;
         bool here = i < (u32)n;
         s.advance();
-        int floor = here ? make_floor<FLOOR>(load_floor<FLOOR>(t, start + i), t, a.shift) : 0;
+        int floor = here ? floor_at(source, i) : 0;
         __syncwarp();
         lane_row<CODING, ADD>(s, table, sink, i, here, floor, fields, seen);
     }

@@ -3,20 +3,19 @@
 
 // What decides a block's form. Sums are per lane until `add_up`.
 struct LaneCounts {
-    u32 fields = 0;     // values that are not 0
-    u32 part_bits = 0;  // their lane parts
-    u32 code_bits = 0;  // codes, with 8 bits for each escape
-    u32 distances = 0;  // of the exponents from the floors
-    u32 differs = 0;    // whether an exponent differs from the first one
+    u32 part_bits = 0;  // of all lane parts
+    u32 cost = 0;       // sum of entry >> 16
+    u32 differs = 0;    // where bits differ from the first value's
+    u32 widths = 0;     // the or of all widths
+    u32 fields = 0, code_bits = 0;  // values that are not 0, and bits of codes: known after add_up
 };
 
-DEVICE void add_up(LaneCounts& c) {
-    u32 packed = sum(c.fields | c.part_bits << 14);  // at most 4096 and 98304
-    c.fields = packed & 0x3fff;
-    c.part_bits = packed >> 14;
-    c.code_bits = sum(c.code_bits);
-    c.distances = sum(c.distances);
-    c.differs = any(c.differs != 0);
+DEVICE void add_up(LaneCounts& c, u32 n) {
+    c.part_bits = sum(c.part_bits);
+    c.code_bits = sum(cost_of(c.cost));
+    c.fields = n - sum(zeros_of(c.cost));
+    c.differs = any((c.differs & 0x7f800000u) != 0);
+    c.widths = or_of(c.widths);
 }
 
 struct LaneRow {
@@ -25,22 +24,16 @@ struct LaneRow {
 };
 
 template <int FLOOR>
-DEVICE LaneRow load_row(const Tensor& t, const u32* x, u64 start, u32 i) { return {x[i], load_floor<FLOOR>(t, start + i)}; }
+DEVICE LaneRow load_row(const Source<Float32, FLOOR>& s, u32 i) { return {__ldcs(s.x + i), load_floor(s, i)}; }
 
 template <int CODING, int FLOOR>
-DEVICE Mapped map_row(const Args& a, const Tensor& t, LaneRow row, int* floor) {
-    *floor = make_floor<FLOOR>(row.in, t, a.shift);
-    return map_lanes<CODING>(row.v, *floor);
-}
+DEVICE Mapped map_row(const Source<Float32, FLOOR>& s, LaneRow row) { return map_lanes<CODING>(row.v, make_floor(s, row.in)); }
 
-template <int CODING>
-DEVICE void count_value(LaneCounts& c, Mapped q, int floor, u32 entry, u32 first) {
-    u32 e = (q.bits >> 23) & 255;
-    c.fields += q.width > 0;
+DEVICE void count_value(LaneCounts& c, Mapped q, u32 entry, u32 first) {
     c.part_bits += (u32)q.width;
-    c.code_bits += (entry >> 16) & 31;
-    if (CODING == kNear) c.distances += q.width > 0 ? (u32)distance((int)e, floor) : 0;
-    c.differs |= e ^ first;
+    c.cost += entry >> 16;
+    c.differs |= q.bits ^ first;
+    c.widths |= (u32)q.width;
 }
 
 // The largest l with m * 2^l <= n.
@@ -63,12 +56,29 @@ struct SparseLayout {
     }
 };
 
+// Σ d of the format. A value of less than 24 lane bits has d = k.
+template <int FLOOR>
+DEVICE u32 all_distances(const Source<Float32, FLOOR>& s, u32 n, const LaneCounts& c) {
+    u32 total = 0;
+    if ((c.widths & 24) != 24) return c.part_bits - c.fields;
+    for (u32 i = lane_id(); i < n; i += 32) {
+        int f = floor_at(s, i);
+        Mapped q = map_near(s.x[i], f);
+        total += q.width ? (u32)distance((int)q.e, f) : 0;
+    }
+    __syncwarp();
+    return sum(total);
+}
+
 // The words of the sparse form, or 0 where it is not chosen.
-DEVICE u32 sparse_words(const LaneCounts& c, u32 n) {
+template <int FLOOR>
+DEVICE u32 sparse_words(const Source<Float32, FLOOR>& s, u32 n, const LaneCounts& c, u32* distances) {
     u32 m = c.fields, kept = c.part_bits - m;
-    if (2 * m > n || c.distances > 65535) return 0;
-    SparseLayout at(m, n, c.distances, kept);
-    u32 sparse = 32 + m * (at.low + 3) + ((n - 1) >> at.low) + c.distances + kept;
+    if (2 * m > n) return 0;
+    *distances = all_distances(s, n, c);
+    if (*distances > 65535) return 0;
+    SparseLayout at(m, n, *distances, kept);
+    u32 sparse = 32 + m * (at.low + 3) + ((n - 1) >> at.low) + *distances + kept;
     u32 dense = 544 + (c.differs ? c.code_bits : 0) + c.part_bits;
     u32 words = (at.end + 31) / 32;
     return sparse < dense && words < n ? words : 0;
@@ -81,22 +91,25 @@ DEVICE void put_bits(u32* words, u32 at, u32 value, u32 width) {
 }
 
 template <int FLOOR>
-DEVICE void write_sparse(const Args& a, const Tensor& t, u64 start, int n, const LaneCounts& c, u32 words, u32* block) {
-    const u32* x = pointer<const u32>(t.values) + start;
-    SparseLayout at(c.fields, (u32)n, c.distances, c.part_bits - c.fields);
+DEVICE void write_sparse(const Source<Float32, FLOOR>& s, int n, const LaneCounts& c, u32 distances, u32 words, u32* block) {
+    SparseLayout at(c.fields, (u32)n, distances, c.part_bits - c.fields);
     for (u32 i = lane_id(); i < words; i += 32) block[i] = 0;
     __threadfence_block();
     __syncwarp();
-    if (lane_id() == 0) atomicOr(block, c.fields | c.distances << 16);
+    if (lane_id() == 0) atomicOr(block, c.fields | distances << 16);
     u32 number = 0, d_before = 0, k_before = 0, lower = lower_lanes();
     for (int row = 0; row < n; row += 32) {
         u32 p = (u32)row + lane_id();
-        Mapped q = {0, 0};
+        Mapped q = {0, 0, 0};
         int f = 0;
-        if (p < (u32)n) q = map_row<kNear, FLOOR>(a, t, load_row<FLOOR>(t, x, start, p), &f);
+        if (p < (u32)n) {
+            f = floor_at(s, p);
+            q = map_near(s.x[p], f);
+            q.bits = quiet(q.bits);
+        }
         u32 votes = __ballot_sync(kAll, q.width > 0);
         if (votes == 0) continue;
-        u32 d = q.width > 0 ? (u32)distance((int)((q.bits >> 23) & 255), f) : 0, k = q.width > 0 ? (u32)q.width - 1 : 0;
+        u32 d = q.width > 0 ? (u32)distance((int)q.e, f) : 0, k = q.width > 0 ? (u32)q.width - 1 : 0;
         u32 both = running_sum(d | k << 16);
         if (q.width > 0) {
             u32 i = number + (u32)__popc(votes & lower);
@@ -112,74 +125,87 @@ DEVICE void write_sparse(const Args& a, const Tensor& t, u64 start, int n, const
     }
 }
 
-template <int CODING, int FLOOR>
-DEVICE LaneCounts measure_lanes(const Args& a, const Tensor& t, u64 start, int n, const u32* table, u32 first) {
-    const u32* x = pointer<const u32>(t.values) + start;
+template <int FLOOR>
+DEVICE LaneCounts measure_near(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first) {
     LaneCounts c;
 #pragma unroll 4
     for (u32 i = lane_id(); i < (u32)n; i += 32) {
-        int f;
-        Mapped q = map_row<CODING, FLOOR>(a, t, load_row<FLOOR>(t, x, start, i), &f);
-        count_value<CODING>(c, q, f, table[(q.bits >> 23) & 255], first);
+        Mapped q = map_row<kNear>(s, load_row(s, i));
+        count_value(c, q, table[q.e], first);
     }
     __syncwarp();
-    add_up(c);
+    add_up(c, (u32)n);
     return c;
 }
 
 // One row: phases 4 to 1 of the format.
 template <int CODING>
-DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes) {
-    u32 bits = field_of<Float32>(q.bits) >> (24 - q.width);
-    lanes.push_part(bits, q.width);
+DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, int chunks) {
+    u32 field = (q.bits & 0x80000000u) | ((q.bits << 8) & 0x7fffffffu);  // sign and mantissa on top
+    lanes.push_part(q.width ? field >> (32 - q.width) : 0, q.width, chunks);
     if (CODING == kPaper) lanes.push(q.width ? (u32)(24 - q.width) / 6 : 0, q.width ? 2 : 0);
-    lanes.push_exponent((q.bits >> 23) & 255, entry, escapes);
+    lanes.push_exponent(q.e, entry, escapes);
 }
+
+// How many chunks the widest of some lane parts needs.
+DEVICE int chunks_for(int widest) { return any(widest > 16) ? 3 : any(widest > 8) ? 2 : 1; }
 
 // Pushes all rows, the last one first. While four rows are coded, the next four are on their way.
 template <int CODING, int FLOOR>
-DEVICE LaneCounts push_lane_rows(const Args& a, const Tensor& t, u64 start, int n, const u32* table, u32 first, Lanes& lanes,
-                                 u32* escapes) {
-    const u32* x = pointer<const u32>(t.values) + start;
+DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first, Lanes& lanes, u32* escapes) {
     LaneCounts c;
     u32 lane = lane_id(), seen = 0;
     int grouped = n & ~127;
     for (int row = (n + 31) / 32 * 32 - 32; row >= grouped; row -= 32) {
         u32 i = (u32)row + lane, entry = 0;
-        Mapped q = {0, 0};
+        Mapped q = {0, 0, 0};
         if (i < (u32)n) {
-            int f;
-            q = map_row<CODING, FLOOR>(a, t, load_row<FLOOR>(t, x, start, i), &f);
-            entry = table[(q.bits >> 23) & 255];
-            count_value<CODING>(c, q, f, entry, first);
+            q = map_row<CODING>(s, load_row(s, i));
+            entry = table[q.e];
+            count_value(c, q, entry, first);
         }
         __syncwarp();
         bool now = any(entry & kEscapes);
         seen |= now;
-        push_lane_row<CODING>(lanes, q, entry, now);
+        q.bits = quiet(q.bits);
+        push_lane_row<CODING>(lanes, q, entry, now, chunks_for(q.width));
+        lanes.write_half();
     }
+    Source<Float32, FLOOR> ahead = s;  // its pointers move on
+    ahead.move((long long)grouped - 128 + lane);
     LaneRow next[4];
     if (grouped)
-        for (int k = 0; k < 4; k++) next[k] = load_row<FLOOR>(t, x, start, (u32)grouped - 128 + 32 * (u32)k + lane);
+        for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
+#pragma unroll 1
     for (int row = grouped - 128; row >= 0; row -= 128) {
         LaneRow now[4];
         for (int k = 0; k < 4; k++) now[k] = next[k];
-        u32 ahead = (u32)max_int(row - 128, 0) + lane;
-        for (int k = 0; k < 4; k++) next[k] = load_row<FLOOR>(t, x, start, ahead + 32 * (u32)k);
+        if (row > 0) {
+            ahead.move(-128);
+            for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
+        }
         Mapped q[4];
         u32 entry[4];
         for (int k = 0; k < 4; k++) {
-            int f;
-            q[k] = map_row<CODING, FLOOR>(a, t, now[k], &f);
-            entry[k] = table[(q[k].bits >> 23) & 255];
-            count_value<CODING>(c, q[k], f, entry[k], first);
+            q[k] = map_row<CODING>(s, now[k]);
+            entry[k] = table[q[k].e];
+            count_value(c, q[k], entry[k], first);
         }
-        bool escaped = any((entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes);
+        u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
+        bool escaped = false;
+        if (any(flags & (kEscapes | kSpecial))) {
+            escaped = any(flags & kEscapes);
+            for (int k = 0; k < 4; k++) q[k].bits = quiet(q[k].bits);
+        }
         seen |= escaped;
-        for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], entry[k], escaped);
+        int widest = max_int(max_int(q[0].width, q[1].width), max_int(q[2].width, q[3].width));
+        int chunks = chunks_for(widest);
+        for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], entry[k], escaped, chunks);
+        lanes.write_half();
     }
+    lanes.write_rest();
     *escapes = seen;
-    add_up(c);
+    add_up(c, (u32)n);
     return c;
 }
 
@@ -187,49 +213,53 @@ struct LaneForm {
     u32 kind, words;
 };
 
-// Codes a block into its slot. Raw blocks are left out: they are written straight to where they belong.
+// Codes a block into its slot: head and states, then the refill stream. Raw blocks are left out.
 template <int CODING, int FLOOR>
-DEVICE LaneForm code_lanes(const Args& a, const Tensor& t, u64 start, int n, const u32* codes, u32* table, u8* slot) {
+DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n, const u32* codes, u32* table, u8* ring,
+                           u8* slot) {
     u32 e[8], nonzero;
-    u32 base = sample_block<Float32, CODING, FLOOR, false>(a, t, start, n, e, &nonzero);
+    u32 base = sample_block<Float32, CODING, FLOOR, false>(a, s, n, e, &nonzero);
     make_block_table(codes, base, table);
-    u32 first = __shfl_sync(kAll, e[0], 0);
+    u32 first = __shfl_sync(kAll, e[0], 0), same = first << 23, distances = 0;
     LaneCounts c;
     // Where most values are zero, look before coding: the lanes may not be wanted.
     if (CODING == kNear && 4 * nonzero < (u32)min_int(n, 256)) {
-        c = measure_lanes<CODING, FLOOR>(a, t, start, n, table, first);
+        c = measure_near(s, n, table, same);
         if (c.fields == 0) return {kSparse, 0};
-        if (u32 words = sparse_words(c, (u32)n)) {
-            write_sparse<FLOOR>(a, t, start, n, c, words, (u32*)slot);
+        if (u32 words = sparse_words(s, (u32)n, c, &distances)) {
+            write_sparse(s, n, c, distances, words, (u32*)slot);
             return {kSparse, words};
         }
     }
-    u32 escapes = 0;
+    u32 escapes = 0, fields = 0;
     bool single = false;
     for (;;) {
-        Lanes lanes(slot + 68);
-        c = push_lane_rows<CODING, FLOOR>(a, t, start, n, table, first, lanes, &escapes);
+        Lanes lanes(ring, slot + 68);
+        c = push_lane_rows<CODING>(s, n, table, same, lanes, &escapes);
+        if (single) c.fields = fields;  // the table that counts zeros has been cleared
         if (c.fields == 0) return {kSparse, 0};
         if (single || c.differs) {
             if (CODING == kNear)
-                if (u32 words = sparse_words(c, (u32)n)) {
-                    write_sparse<FLOOR>(a, t, start, n, c, words, (u32*)slot);
+                if (u32 words = sparse_words(s, (u32)n, c, &distances)) {
+                    write_sparse(s, n, c, distances, words, (u32*)slot);
                     return {kSparse, words};
                 }
             u32 words = finish_dense(slot, {0, 0, 1, escapes, single, single ? first : base, c.fields}, lanes);
             return words < (u32)n ? LaneForm{kDense, words} : LaneForm{kRaw, (u32)n};
         }
         single = true;  // known only now: once more, without symbols
+        fields = c.fields;
         clear_block_table(table);
     }
 }
 
 template <int CODING, int FLOOR, int WARPS>
 DEVICE void encode_lanes(const Args& a) {
+    __shared__ __align__(1024) u8 rings[WARPS][kRing];
     __shared__ u32 tables[WARPS][256];
     __shared__ u32 all_words[WARPS];
     __shared__ GroupRoom room;
-    u32 warp = threadIdx.x >> 5;
+    u32 warp = warp_id();
     u8* slot = pointer<u8>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * kSlotBytes;
     for (;;) {
         u32 group = next_group(a, room);
@@ -240,8 +270,9 @@ DEVICE void encode_lanes(const Args& a) {
         bool here = start < t.numel;
         int n = here ? (int)(t.numel - start < kBlock ? t.numel - start : kBlock) : 0;
         const u32* codes = pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride;
+        Source<Float32, FLOOR> source(a, t, start);
         LaneForm form = {0, 0};
-        if (here) form = code_lanes<CODING, FLOOR>(a, t, start, n, codes, tables[warp], slot);
+        if (here) form = code_lanes<CODING>(a, source, n, codes, tables[warp], rings[warp], slot);
         __threadfence_block();
         __syncwarp();
         u64 place = place_of_block<WARPS>(a, t, group, form.words, all_words, room);
@@ -249,14 +280,10 @@ DEVICE void encode_lanes(const Args& a) {
         note_block(a, number, t, block, form.kind, form.words, place);
         u32* to = pointer<u32>(t.body + blocks_offset(t.numel, a.book) + 4 * place);
         if (form.kind == kRaw) {
-            const u32* x = pointer<const u32>(t.values) + start;
-            for (u32 i = lane_id(); i < (u32)n; i += 32) {
-                int f;
-                to[i] = map_row<CODING, FLOOR>(a, t, load_row<FLOOR>(t, x, start, i), &f).bits;
-            }
+            for (u32 i = lane_id(); i < (u32)n; i += 32) to[i] = quiet(map_row<CODING>(source, load_row(source, i)).bits);
         } else {
-#pragma unroll 4
-            for (u32 i = lane_id(); i < form.words; i += 32) to[i] = __ldcg((const u32*)slot + i);
+#pragma unroll 8
+            for (u32 i = lane_id(); i < form.words; i += 32) __stcs(to + i, __ldcg((const u32*)slot + i));
         }
         __syncwarp();
     }

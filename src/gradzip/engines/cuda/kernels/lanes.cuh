@@ -1,17 +1,21 @@
 // The lanes of an encoder: stacks of bits, one per thread, that share a stream of refill bytes; and a block's code table.
 
-// An entry of a block's code table, by exponent: code, length << 8, escape << 12, cost << 16, zero << 26.
-constexpr u32 kEscapes = 1u << 12, kZero = 1u << 26;
+// An entry of a block's code table, by exponent: code, length << 8, flags, cost << 16, zero << 28.
+// Shifts take the low 5 bits of what they are given, so that `entry >> 8` serves as a length.
+constexpr u32 kEscapes = 1u << 13, kSpecial = 1u << 14, kZero = 1u << 28;
 
-DEVICE u32 entry_length(u32 entry) { return (entry >> 8) & 15; }
+// Sums of `entry >> 16` over up to 128 values.
+DEVICE u32 cost_of(u32 total) { return total & 4095; }
+DEVICE u32 zeros_of(u32 total) { return total >> 12; }
 
 DEVICE void make_block_table(const u32* codes, u32 base, u32* table) {
     __syncwarp();
     for (u32 e = lane_id(); e < 256; e += 32) {
         u32 entry = codes[symbol_of(e, base)];
-        u32 escaped = entry == 0;
+        bool escaped = entry == 0;
         if (escaped) entry = codes[256];
-        table[e] = entry | escaped << 12 | ((entry >> 8) + 8 * escaped) << 16 | (e == 0) << 26;
+        u32 cost = (entry >> 8) + (escaped ? 8 : 0);
+        table[e] = entry | (escaped ? kEscapes : 0) | (e == 255 ? kSpecial : 0) | (e == 0 ? kZero : 0) | cost << 16;
     }
     __syncwarp();
 }
@@ -19,44 +23,89 @@ DEVICE void make_block_table(const u32* codes, u32 base, u32* table) {
 // In a block of one exponent nothing is pushed for it.
 DEVICE void clear_block_table(u32* table) {
     __syncwarp();
-    for (u32 e = lane_id(); e < 256; e += 32) table[e] = 0;
+    for (u32 e = lane_id(); e < 256; e += 32) table[e] = e == 255 ? kSpecial : 0;
     __syncwarp();
 }
 
+constexpr u32 kRing = 2048;  // bytes of shared memory, aligned to as many, where refill bytes wait to be written
+
 struct Lanes {
-    u32 state = 256;  // of this thread's lane
-    u32 at = 0;       // refill bytes so far
+    u32 state = 256;          // of this thread's lane
+    u32 at = 0, written = 0;  // refill bytes so far, and how many have left the ring
+    u8* ring;
     u8* refill;
     u32 lower = lower_lanes();
 
-    __device__ __forceinline__ explicit Lanes(u8* to) : refill(to) {}
+    __device__ __forceinline__ Lanes(u8* room, u8* to) : ring(room), refill(to) { __syncwarp(); }
 
-    // `bits` has at most `count` <= 8 bits.
+    // `bits` has at most `count` mod 32 <= 8 bits.
     __device__ __forceinline__ void push(u32 bits, u32 count) {
+#if defined(__CUDA_ARCH__)
+        // As C++ this takes half as many instructions again.
+        asm volatile(
+            "{ .reg .pred full; .reg .b32 grown, votes, place;\n"
+            "shf.l.wrap.b32 grown, 0, %0, %3;\n"
+            "setp.gt.u32 full, grown, 65535;\n"
+            "vote.sync.ballot.b32 votes, full, 0xffffffff;\n"
+            "and.b32 place, votes, %5;\n"
+            "popc.b32 place, place;\n"
+            "add.u32 place, place, %1;\n"
+            "and.b32 place, place, 2047;\n"
+            "or.b32 place, place, %4;\n"
+            "@full st.shared.u8 [place], %0;\n"
+            "@full shr.u32 grown, %0, 8;\n"
+            "@full shf.l.wrap.b32 grown, 0, grown, %3;\n"
+            "or.b32 %0, grown, %2;\n"
+            "popc.b32 votes, votes;\n"
+            "add.u32 %1, %1, votes; }"
+            : "+r"(state), "+r"(at)
+            : "r"(bits), "r"(count), "r"((u32)__cvta_generic_to_shared(ring)), "r"(lower));
+#else
+        count &= 31;
         bool full = (state << count) >= 65536u;
         u32 votes = __ballot_sync(kAll, full);
         if (full) {
-            refill[at + (u32)__popc(votes & lower)] = (u8)state;
+            ring[(at + (u32)__popc(votes & lower)) % kRing] = (u8)state;
             state >>= 8;
         }
         at += (u32)__popc(votes);
         state = (state << count) | bits;
+#endif
     }
 
     // Symbols, and before them exponents that the code has no symbol for. `escapes` is equal in all lanes.
     __device__ __forceinline__ void push_exponent(u32 e, u32 entry, bool escapes) {
         if (escapes) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
-        push(entry & 255, entry_length(entry));
+        push(entry & 255, entry >> 8);
     }
 
-    // Lane parts of up to 24 bits, the highest chunk first.
-    __device__ __forceinline__ void push_part(u32 bits, int width) {
-        if (any(width > 8)) {
-            if (any(width > 16)) push((bits >> 16) & 255, (u32)max_int(width - 16, 0));
-            push((bits >> 8) & 255, (u32)max_int(0, min_int(width - 8, 8)));
-        }
+    // Lane parts of up to 24 bits in `chunks` bytes, the highest first.
+    __device__ __forceinline__ void push_part(u32 bits, int width, int chunks) {
+        if (chunks > 2) push(__byte_perm(bits, 0, 0x4442), (u32)max_int(width - 16, 0));
+        if (chunks > 1) push(__byte_perm(bits, 0, 0x4441), (u32)max_int(0, min_int(width - 8, 8)));
         push(bits & 255, (u32)min_int(width, 8));
     }
+
+    // Called after four rows at the most, which emit less than half a ring.
+    __device__ __forceinline__ void write_half() {
+        if (at - written >= kRing / 2) write(kRing / 2);
+    }
+    // Writes out the next `count` bytes. `refill` is aligned to words, unless `count` is the rest.
+    __device__ __forceinline__ void write(u32 count) {
+        __syncwarp();
+        if ((u64)refill % 4 == 0 && count % 4 == 0) {
+            u32 words = count / 4;
+#pragma unroll 2
+            for (u32 i = lane_id(); i < words; i += 32)
+                ((u32*)(refill + written))[i] = ((const u32*)ring)[(written / 4 + i) % (kRing / 4)];
+        } else {
+#pragma unroll 1
+            for (u32 i = lane_id(); i < count; i += 32) refill[written + i] = ring[(written + i) % kRing];
+        }
+        written += count;
+        __syncwarp();
+    }
+    __device__ __forceinline__ void write_rest() { write(at - written); }
 };
 
 struct DenseHead {
@@ -116,13 +165,13 @@ DEVICE u32 next_group(const Args& a, GroupRoom& room) {
     __syncthreads();
     if (threadIdx.x == 0) room.group = atomicAdd(pointer<u32>(a.ticket), 1u);
     __syncthreads();
-    return room.group;
+    return uniform(room.group);
 }
 
 // The words before this warp's block. All warps of the group come here, those without a block with `words` = 0.
 template <int WARPS>
 DEVICE u64 place_of_block(const Args& a, const Tensor& t, u32 group, u32 words, u32* all_words, GroupRoom& room) {
-    u32 warp = threadIdx.x >> 5;
+    u32 warp = warp_id();
     if (lane_id() == 0) all_words[warp] = words;
     __syncthreads();
     if (warp == 0) {

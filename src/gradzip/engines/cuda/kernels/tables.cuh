@@ -40,19 +40,18 @@ DEVICE u32 group_rank(bool flag, u32* room) {
 
 // The sampled exponents of a block: of rows 0, 16, 32, ... Thread = lane; eight values each, 256 where there is none.
 template <class F, int CODING, int FLOOR, bool KEEP>
-DEVICE u32 sample_block(const Args& a, const Tensor& t, u64 start, int n, u32 e[8], u32* nonzero) {
-    const typename F::Bits* x = pointer<const typename F::Bits>(t.values) + start;
+DEVICE u32 sample_block(const Args& a, const Source<F, FLOOR>& source, int n, u32 e[8], u32* nonzero) {
     u32 v[8];
     FloorInput in[8];
     for (int k = 0; k < 8; k++) {
         int i = 512 * k + (int)lane_id();
-        v[k] = i < n ? x[i] : 0;
-        in[k] = i < n ? load_floor<FLOOR>(t, start + (u64)i) : FloorInput{0, 0};
+        v[k] = i < n ? source.x[i] : 0;
+        in[k] = i < n ? load_floor(source, (u32)i) : FloorInput{0, 0};
     }
     u32 total = 0, count = 0;
     for (int k = 0; k < 8; k++) {
         u32 q = CODING == kFixed ? map_fixed<F, KEEP>(v[k], a)
-                                 : map_lanes<CODING>(v[k], make_floor<FLOOR>(in[k], t, a.shift)).bits;
+                                 : map_lanes<CODING>(v[k], make_floor(source, in[k])).bits;
         bool here = 512 * k + (int)lane_id() < n;
         e[k] = here ? exponent_of<F>(q) : 256;
         total += here ? e[k] : 0;
@@ -75,7 +74,7 @@ DEVICE void sample_segment(const Args& a, const Tensor& t, u64 segment, TableRoo
         if (start >= t.numel) break;
         int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
         u32 e[8], nonzero;
-        u32 base = sample_block<F, CODING, FLOOR, KEEP>(a, t, start, n, e, &nonzero);
+        u32 base = sample_block<F, CODING, FLOOR, KEEP>(a, Source<F, FLOOR>(a, t, start), n, e, &nonzero);
         for (int k = 0; k < 8; k++)
             if (nonzero && e[k] < 256) atomicAdd(&room.histogram[warp][symbol_of(e[k], base)], 1u);
     }

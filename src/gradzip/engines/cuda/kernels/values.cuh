@@ -1,49 +1,67 @@
 // What each mode maps a value to: floors, q(x) of docs/format.md, and how many bits of it go through the lanes.
 
-// What a floor is made of. Loading it and making it are apart, so that the memory may take its time.
+// A block of a tensor, with what its floors are made of.
+template <class F, int FLOOR>
+struct Source {
+    typedef typename F::Bits Bits;
+    const Bits* x;
+    const u32* theta;
+    const u32* second;
+    const i8* given;
+    int c0, c1, c2, shift;
+
+    __device__ __forceinline__ Source(const Args& a, const Tensor& t, u64 start)
+        : x(pointer<const Bits>(t.values) + start), theta(pointer<const u32>(t.floors) + start),
+          second(pointer<const u32>(t.second) + start), given(pointer<const i8>(t.floors) + start), c0(t.c0), c1(t.c1),
+          c2(t.c2), shift(a.shift) {}
+    __device__ __forceinline__ void move(long long by) {
+        x += by;
+        if (FLOOR == kInt8Floor) given += by;
+        else theta += by, second += by;
+    }
+};
+
+// What a value's floor is made of. Loading it and making it are apart, so that the memory may take its time.
 struct FloorInput {
     u32 first, second;
 };
 
-template <int FLOOR>
-DEVICE FloorInput load_floor(const Tensor& t, u64 i) {
-    if (FLOOR == kInt8Floor) return {(u32)(int)pointer<const i8>(t.floors)[i], 0};
-    if (FLOOR == kThetaFloor) return {pointer<const u32>(t.floors)[i], 0};
-    if (FLOOR == kSecondFloor) return {pointer<const u32>(t.floors)[i], pointer<const u32>(t.second)[i]};
+template <class F, int FLOOR>
+DEVICE FloorInput load_floor(const Source<F, FLOOR>& s, u32 i) {
+    if (FLOOR == kInt8Floor) return {(u32)(int)s.given[i], 0};
+    if (FLOOR == kThetaFloor) return {__ldcs(s.theta + i), 0};
+    if (FLOOR == kSecondFloor) return {__ldcs(s.theta + i), __ldcs(s.second + i)};
     return {0, 0};
 }
 
-template <int FLOOR>
-DEVICE int make_floor(FloorInput in, const Tensor& t, int shift) {
-    if (FLOOR == kInt8Floor) return (int)in.first == -128 ? kExact : min_int((int)in.first + shift, kCoarsest);
+template <class F, int FLOOR>
+DEVICE int make_floor(const Source<F, FLOOR>& s, FloorInput in) {
+    if (FLOOR == kInt8Floor) return (int)in.first == -128 ? kExact : min_int((int)in.first + s.shift, kCoarsest);
     int theta = (in.first >> 23) & 255;
-    int f = theta + t.c0;
-    if (FLOOR == kSecondFloor) f += max_int((int)((in.second >> 23) & 255) + t.c1, t.c2) >> 1;
-    return theta == 0 || f < -127 ? kExact : min_int(f + shift, kCoarsest);
+    int f = theta + s.c0;
+    if (FLOOR == kSecondFloor) f += max_int((int)((in.second >> 23) & 255) + s.c1, s.c2) >> 1;
+    return theta == 0 || f < -127 ? kExact : min_int(f + s.shift, kCoarsest);
 }
 
-// A mapped value and its lane bits; `width` is 0 for zeros.
+template <class F, int FLOOR>
+DEVICE int floor_at(const Source<F, FLOOR>& s, u32 i) { return make_floor(s, load_floor(s, i)); }
+
+// A mapped value, its exponent and its lane bits; `width` is 0 for zeros.
 struct Mapped {
-    u32 bits;
+    u32 bits, e;
     int width;
 };
 
 DEVICE u32 quiet(u32 v) { return (v << 1) > 0xff000000u ? (v & 0x80000000u) | 0x7fc00000u : v; }
 
+// NaN stays what it is: who writes it makes it quiet. kExact makes `grid` negative, so that no value is below it.
 DEVICE Mapped map_near(u32 v, int f) {
-    int e = (v >> 23) & 255;
-    Mapped q = {v, 24};
-    if (e - 127 - f < 23) {  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
-        float grid = __uint_as_float((u32)(f + 150) << 23);
-        u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(__uint_as_float(v & 0x7fffffffu), grid), grid));
-        q.bits = rounded | (v & 0x80000000u);
-        q.width = (int)(rounded >> 23) - 126 - f;
-        if (rounded == 0) e = 0;
-    } else {
-        q.bits = quiet(v);
-    }
-    if (e == 0) q = {0, 0};
-    return q;
+    int grid = (f + 150) * (1 << 23);  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
+    float magnitude = __uint_as_float(v & 0x7fffffffu), step = __uint_as_float((u32)grid);
+    u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(magnitude, step), step)) | (v & 0x80000000u);
+    u32 q = (int)(v & 0x7fffffffu) < grid ? rounded : v;
+    u32 e = (q >> 23) & 255;
+    return {e ? q : 0, e, e ? min_int((int)e - 126 - f, 24) : 0};
 }
 
 DEVICE int paper_level(int e, int reach) {
@@ -53,9 +71,8 @@ DEVICE int paper_level(int e, int reach) {
 
 DEVICE Mapped map_paper(u32 v, int reach) {
     int e = (v >> 23) & 255;
-    if (e == 0) return {0, 0};
     int cut = 6 * paper_level(e, reach);
-    return {quiet(v) & (kAll << cut), 24 - cut};
+    return {e ? v & (kAll << cut) : 0, (u32)e, e ? 24 - cut : 0};
 }
 
 template <int CODING>
