@@ -21,24 +21,23 @@ LAYERS = {
     "emulate": 1,
     "option": 1,
     "routes": 1,
-    "executor": 2,
     "wire": 1,
-    "worker": 1,
     "engines": 2,
     "codecs": 3,
     "sensitivity": 3,
     "feedback": 4,
-    "peers": 4,
     "policy": 4,
     "accordion": 5,
     "collectives": 5,
+    "checks": 6,
     "planner": 6,
-    "hooks": 7,
-    "capture": 7,
-    "bench": 8,
-    "": 9,  # gradzip itself: the public names
-    "cli": 10,
-    "__main__": 11,
+    "backward": 7,
+    "hooks": 8,
+    "capture": 8,
+    "bench": 9,
+    "": 10,  # gradzip itself: the public names
+    "cli": 11,
+    "__main__": 12,
 }
 
 MOST_LINES = 500

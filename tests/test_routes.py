@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from gradzip.collectives.executor import Blob, Exchange, Executor, How, Members, Received
+from gradzip.collectives.layout import Layout, Piece, parts
 from gradzip.errors import Unsupported
-from gradzip.executor import Group, parts, run
 from gradzip.routes import NAMED, Route, Step, tree
 
 HOSTS, LOCAL = 2, 2
@@ -39,15 +40,58 @@ class Member:
 
 
 class Bytes:
-    """A lossless coder that notices when a frame is decoded as something that it is not."""
+    """A lossless coder of one tensor that notices when a blob is decoded as something that it is not."""
 
-    def encode(self, values: torch.Tensor, start: int, shift: int, device: str) -> torch.Tensor:
-        head = torch.tensor([start, values.numel(), shift])
-        return torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8)])
+    exact_grid = False
+    dtype, home = torch.float32, torch.device("cpu")
 
-    def decode(self, frame: torch.Tensor, start: int, numel: int, shift: int, device: str) -> torch.Tensor:
-        assert frame[:24].clone().view(torch.int64).tolist() == [start, numel, shift]
-        return frame[24:].clone().view(torch.float32)
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.result = values, torch.empty_like(values)
+
+    def finite(self, layout: Layout) -> bool:
+        return True
+
+    def load(self, layout: Layout) -> torch.Tensor:
+        (piece,) = layout
+        return self.values[piece.start : piece.stop]
+
+    def store(self, layout: Layout, mean: torch.Tensor) -> None:
+        self.result.copy_(mean)
+
+    def targets(self, layout: Layout) -> list[torch.Tensor] | None:
+        return [self.result]
+
+    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        (piece,) = leaf
+        head = torch.tensor([piece.start, values.numel(), how.shift])
+        padding = torch.zeros(-4 * values.numel() % 8, dtype=torch.uint8)
+        return Blob(torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8), padding]))
+
+    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+        (piece,), (out,) = leaf, outs
+        assert blob.data[:24].clone().view(torch.int64).tolist() == [piece.start, piece.numel, how.shift]
+        values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
+        out.add_(values) if add else out.copy_(values)
+
+    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+        total = values.clone()
+        self.decode(leaf, blob, how, [total], add=True)
+        return self.encode(leaf, total, how)
+
+
+def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Members]]) -> torch.Tensor:
+    """What a rank ends with; this thread waits at every exchange."""
+    coder = Bytes(values)
+    members = {name: ranks for name, (_, ranks) in groups.items()}
+    steps = Executor(route, (Piece(0, 0, values.numel()),), coder, members, HOSTS * LOCAL).steps()
+    received = None
+    while True:
+        try:
+            wanted = steps.send(received)
+        except StopIteration:
+            return coder.result
+        assert isinstance(wanted, Exchange)
+        received = Received(groups[wanted.where][0].exchange(wanted.send), True)
 
 
 def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -61,14 +105,15 @@ def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.
 
     def rank_main(rank: int) -> None:
         host, local = divmod(rank, LOCAL)
-        groups: dict[str, Group] = {
-            "flat": Member(flat, rank),
-            "intra": Member(intra[host], local),
-            "inter": Member(inter[local], host),
+        ranks = tuple(range(world))
+        groups = {
+            "flat": (Member(flat, rank), Members(rank, ranks)),
+            "intra": (Member(intra[host], local), Members(local, ranks[host * LOCAL : (host + 1) * LOCAL])),
+            "inter": (Member(inter[local], host), Members(host, ranks[local::LOCAL])),
         }
         try:
             for route in routes:
-                results[rank].append(run(route, inputs[rank], groups, Bytes()))
+                results[rank].append(run(route, inputs[rank], groups))
         except BaseException as error:
             errors.append(error)
             for meeting in (flat, *intra, *inter):
@@ -138,6 +183,7 @@ def test_named_routes_give_the_mean(name: str) -> None:
         ("ag.flat", "nothing to join"),
         ("ar.intra", "must sum over the flat group"),
         ("ar.flat > ar.flat", "has its sum already"),
+        ("enc.cpu > a2a.flat > ring.flat", "follows enc directly"),
         ("ar.nowhere", "is done in one of flat"),
         ("enc.tpu > ag.flat > dec.gpu", "is done in one of cpu, gpu"),
     ],

@@ -15,10 +15,14 @@ import torch
 
 from .codecs.base import wide
 from .errors import Unsupported
+from .sensitivity.near import memory_order
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 Value = torch.Tensor | int | float
+
+GRADIENT = "gradient"  # the stage of a rank's own gradient; those of sums on the way are called `sum1.0-1024`
+_FOLDED = "folded-"  # before the stage of a sum: what it lost goes with the gradient next time
 
 
 def clean_name(name: str) -> str:
@@ -38,17 +42,38 @@ class Memory:
 
     # -- residuals ----------------------------------------------------------------------------------------------
 
-    def compensated(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = "gradient") -> torch.Tensor:
+    def compensated(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = GRADIENT) -> torch.Tensor:
         """x plus what was lost of it before, in the type of sums; x itself where nothing was.
 
         `stage` tells the encodes of one route apart; `scale` is the loss scale that x carries.
         """
         residual = self._residuals.get(f"{stage}/{name}")
-        return x if residual is None else wide(x) + residual * scale
+        total = x if residual is None else wide(x) + residual * scale
+        for key in self._folded(name) if stage == GRADIENT else ():
+            start, _, stop = key.partition("/")[0].partition(".")[2].partition("-")
+            total = wide(total).clone() if total is x else total
+            flat = total.permute(memory_order(total)).view(-1)
+            flat[int(start) : int(stop)] += self._residuals[key] * scale
+        return total
 
-    def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = "gradient") -> None:
+    def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """Notes what this step's encode lost; None: everything got through, also what was lost before."""
         self._next_residuals[f"{stage}/{name}"] = None if residual is None else wide(residual) / scale
+        if stage == GRADIENT:
+            self._next_residuals |= dict.fromkeys(self._folded(name))
+
+    @property
+    def residuals(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._residuals)
+
+    def fold(self) -> None:
+        """Puts what was lost of sums back to this rank's gradients: the sum is the same, whatever route they take."""
+        for key in [key for key in self._residuals if key.startswith("sum")]:
+            self._residuals[f"{_FOLDED}{key}"] = self._residuals.pop(key)
+
+    def _folded(self, name: str) -> list[str]:
+        return [key for key in self._residuals if key.startswith(_FOLDED) and key.partition("/")[2] == name]
 
     # -- codec state --------------------------------------------------------------------------------------------
 

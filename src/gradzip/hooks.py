@@ -1,39 +1,40 @@
 """attach: gradient exchange for DistributedDataParallel.
 
-DDP calls the hook for one bucket after the other, in the same order on all ranks. The hook sorts the bucket's
-gradients into messages of equal codec and route and hands them to the worker; DDP waits for the futures at the end of
-backward. Factors and small uncompressed tensors wait for the last bucket and travel together, in the order of
-parameter names: a few collectives for the whole step, and the same result however DDP cuts its buckets.
+DDP calls the hook for one bucket after the other, in the same order on all ranks. The hook hands the bucket's gradients
+to the pass that is under way (backward.py), which sends them by the channel that all handles of these ranks share; DDP
+waits for the futures at the end of backward.
 """
 # Annotations are not postponed in this file: DDP looks at those of the hook and accepts classes only.
 
+import os
+import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from . import collectives, sensitivity, worker
-from .codecs import Codec, Context, parse
+from . import collectives, sensitivity
+from .backward import Backward, Future, Way
+from .codecs import Codec, parse
 from .codecs.gcomp import GComp
 from .engines.layout import Floor
 from .errors import GradzipWarning, PeerError, Unsupported
 from .feedback import Memory, Value, clean_name
 from .option import Option
-from .peers import Peers
 from .policy import Policy, as_policy, small
+from .routes import NAMED, Route
 
 STATE_VERSION = 0
-PATIENCE = 5.0  # seconds that a failing rank gives the others to hear why, before backward raises
+CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
 
-_Future = torch.futures.Future[torch.Tensor]
 _Floors = Mapping[torch.Tensor, Floor | torch.Tensor | None]
 
 
@@ -43,18 +44,24 @@ def attach(
     policy: str | Codec | Option | Policy | None = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
+    mesh: DeviceMesh | None = None,
     timeout: timedelta | None = None,
+    heartbeat: timedelta | None = None,
 ) -> "Handle":
     """Compresses the gradients of a DDP model from its next backward on. Call it on all ranks.
 
     The policy is a codec's text form such as "powersgd:rank=2", a Codec, an Option or a Policy. The default is
     "gcomp", which sends the bits that the optimizer can feel; without an optimizer it is "gcomp:mode=lossless".
-    `scaler` is the GradScaler of mixed-precision training. `timeout` bounds one exchange; torch's default is 30 min.
+    `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
+    first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
+    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min).
     """
     if not isinstance(model, DistributedDataParallel):
         raise Unsupported(f"attach needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first")
-    if any(p.device.type != "cpu" for p in model.parameters()):
-        raise Unsupported("attach works on models on the CPU so far, and this one has parameters elsewhere")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"attach works on models on the CPU or on one GPU, and this one has parameters on {names}")
     if model not in _slots:
         slot = _Slot(model.process_group)
         model.register_comm_hook(slot, _hook)
@@ -63,40 +70,9 @@ def attach(
         raise Unsupported("this model has a handle already: change its policy by set_policy, or detach it first")
     if policy is None:
         policy = "gcomp:mode=lossless" if optimizer is None else "gcomp"
-    handle = Handle(model, optimizer, as_policy(policy), scaler, timeout)
+    handle = Handle(model, optimizer, as_policy(policy), scaler, mesh, timeout, heartbeat)
     _slots[model].handle = handle
     return handle
-
-
-@dataclass(frozen=True)
-class _Way:
-    """What one parameter's gradient goes through in a step."""
-
-    codec: Codec
-    route: str
-    late: bool  # waits for the last bucket
-    floor: Floor | torch.Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    """A bucket that DDP waits for."""
-
-    done: torch.futures.Future[Any]  # of the buffer, or of the exception that _result_or_raise raises
-    buffer: torch.Tensor
-
-
-@dataclass
-class _Step:
-    """One backward pass, from its first bucket to its last."""
-
-    number: int
-    scale: float
-    ways: dict[str, _Way]  # by parameter name
-    policy: str  # in words, for the agreement between ranks
-    late: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    waiting: list[_Ticket] = field(default_factory=list)
-    finite: bool = True
 
 
 class Handle:
@@ -108,23 +84,36 @@ class Handle:
         optimizer: torch.optim.Optimizer | None,
         policy: Policy,
         scaler: torch.amp.GradScaler | None,
-        timeout: timedelta | None,
+        mesh: DeviceMesh | None = None,
+        timeout: timedelta | None = None,
+        heartbeat: timedelta | None = None,
     ) -> None:
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._names: dict[torch.Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
         twice = [name for name, count in Counter(self._names.values()).items() if count > 1]
         if twice:
             raise Unsupported(f"two parameters are called {twice[0]!r} once `module.` is taken out: rename a submodule")
+        self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._optimizer = optimizer
         self._scaler = scaler
         self._policy = policy
+        group = model.process_group
+        ranks = dist.get_process_group_ranks(group)
+        rank = dist.get_rank(group)
+        self._topology = (
+            collectives.Topology.of_ranks(rank, ranks)
+            if mesh is None
+            else collectives.Topology.of_mesh(rank, ranks, mesh)
+        )
         self._ways(policy, 1.0)  # complains now rather than in backward
-        self._peers = Peers(model.process_group, timeout)
-        self._memory = Memory(self._peers.rank)
-        self._worker = worker.shared()
-        self._step: _Step | None = None
+        self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
+        self._memory = Memory(self._channel.rank)
+        self._backward: Backward | None = None
         self._steps = 0
-        self._bytes_raw = 0
+        self._totals, self._bytes_raw = collectives.Outcome(), 0
+        self._to_warn: list[str] = []  # from the channel's threads; said on the user's
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
 
     # -- for the user -------------------------------------------------------------------------------------------
 
@@ -132,13 +121,23 @@ class Handle:
         """Uses another policy from the next step on. Call it on all ranks at the same point."""
         chosen = as_policy(policy)
         self._ways(chosen, 1.0)
+        self._drain()
+        self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy = chosen
 
     def stats(self) -> dict[str, float]:
         """Totals since attach, for this rank: bytes that it sent, and that a ring all-reduce would have sent."""
-        self._worker.drain()
-        sent, raw = self._peers.bytes_sent, self._bytes_raw
-        return {"steps": self._steps, "bytes_sent": sent, "bytes_raw": raw, "ratio": raw / sent if sent else 1.0}
+        self._drain()
+        sent, raw, world = self._totals.bytes_sent, self._bytes_raw, self._channel.world
+        raw = 2 * (world - 1) * raw // world
+        return {
+            "steps": self._steps,
+            "bytes_sent": sent,
+            "bytes_raw": raw,
+            "ratio": raw / sent if sent else 1.0,
+            "collectives": self._totals.collectives,
+            "coding_seconds": self._totals.coding,
+        }
 
     def state_dict(self) -> dict[str, Value]:
         """All that a resume needs: tensors and numbers, in one flat dictionary.
@@ -146,17 +145,17 @@ class Handle:
         Keys that start with `rank` belong to one rank: save the dictionary of every rank, or hand it to
         torch.distributed.checkpoint.
         """
-        self._worker.drain()
-        fixed: dict[str, Value] = {"version": STATE_VERSION, "steps": self._steps, "world_size": self._peers.size}
+        self._drain()
+        fixed: dict[str, Value] = {"version": STATE_VERSION, "steps": self._steps, "world_size": self._channel.world}
         return fixed | self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        self._worker.drain()
+        self._drain()
         if state.get("version") != STATE_VERSION:
             raise Unsupported(f"this state has version {state.get('version')}; this gradzip reads {STATE_VERSION}")
-        if state["world_size"] != self._peers.size:
+        if state["world_size"] != self._channel.world:
             warnings.warn(
-                f"the state was saved by {state['world_size']} ranks and is loaded by {self._peers.size}: "
+                f"the state was saved by {state['world_size']} ranks and is loaded by {self._channel.world}: "
                 "what error feedback held on ranks that are gone is lost",
                 GradzipWarning,
                 stacklevel=2,
@@ -169,18 +168,31 @@ class Handle:
         for slot in _slots.values():
             if slot.handle is self:
                 slot.handle = None
-                self._worker.drain()
-                if self.error is None:  # else it is in use until the others have heard why
-                    self._peers.close()
+                self._drain()
+                self._channel.leave()
+
+    def _drain(self) -> None:
+        """Waits for what is under way, and says what has to be said."""
+        self._channel.pipeline.drain()
+        self._say()
+
+    def _say(self) -> None:
+        while self._to_warn:
+            warnings.warn(self._to_warn.pop(0), GradzipWarning, stacklevel=3)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._to_warn.append(text)
 
     # -- on the thread of backward ------------------------------------------------------------------------------
 
-    def _ways(self, policy: Policy, scale: float) -> dict[str, _Way]:
+    def _ways(self, policy: Policy, scale: float) -> dict[str, Way]:
         """What each gradient goes through under a policy."""
         ways, cache = {}, dict[tuple[str, int], _Floors]()
         for parameter, name in self._names.items():
             option = policy.option(name, parameter.shape)
-            if option.device == "gpu":
+            if option.device == "gpu" and self._device.type == "cpu":
                 raise Unsupported(f"{name!r} is on the CPU: {option} would have it coded on a GPU")
             codec, floor = parse(option.codec), None
             if isinstance(codec, GComp) and codec.mode in ("near", "paper"):
@@ -190,10 +202,18 @@ class Handle:
                 floor = cache[key].get(parameter)
                 if floor is None:  # nothing is known about this parameter, so nothing may be dropped
                     codec = GComp(mode="lossless", limit=codec.limit, book=codec.book)
-            route = collectives.route_of(codec, option.route)
+            route = self._route(codec, option)
             late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
-            ways[name] = _Way(codec, route, late, floor)
+            ways[name] = Way(codec, route, late, floor)
         return ways
+
+    def _route(self, codec: Codec, option: Option) -> str:
+        route = collectives.route_of(codec, option.route, self._topology.default_route)
+        if route == "factors":
+            return route
+        self._topology.check(Route.parse(route))
+        device = option.device or ("cpu" if self._device.type == "cpu" else "gpu")
+        return str(NAMED[route].on(device)) if device == "gpu" and route in NAMED and route != "allreduce" else route
 
     def _floors(self, codec: GComp, scale: float) -> _Floors:
         """Where each parameter's gradient may be cut, for the step about to be taken."""
@@ -205,100 +225,49 @@ class Handle:
             return sensitivity.rules(self._optimizer, codec.ulps, scale)
         return {p: collectives.flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items()}
 
-    def _begin_step(self) -> _Step:
+    def _begin(self) -> Backward:
         self._memory.drop()  # what a backward that was broken off has left
+        self._say()
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         ways = self._ways(self._policy, scale)
         counts = Counter(f"{way.codec}/{way.route}" for way in ways.values())
-        return _Step(self._steps, scale, ways, ", ".join(f"{count} x {text}" for text, count in counts.items()))
+        words = ", ".join(f"{count} x {text}" for text, count in counts.items())
+        plain = set(counts) == {"identity/allreduce"} and not self._memory.residuals
+        check = os.environ.get(CHECK, "") not in ("", "0")
+        begun = Backward(self._steps, scale, ways, plain, words, self._channel, self._memory, self._end, check)
+        begun.compare_floors(self._warn)
+        return begun
 
-    def _reduce(self, bucket: GradBucket) -> _Future:
+    def _reduce(self, bucket: GradBucket) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
+        self.error = self.error or self._channel.error
         if self.error is not None:
             raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
         try:
-            if bucket.index() == 0 or self._step is None:
-                self._step = self._begin_step()
-            step, last = self._step, bucket.is_last()
+            if bucket.index() == 0 or self._backward is None:
+                self._backward = self._begin()
             # A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major.
             gradients = [collectives.unflatten(g.view(-1), p) for p, g in zip(bucket.parameters(), bucket.gradients())]
             named = [(self._names[p], g) for p, g in zip(bucket.parameters(), gradients)]
-            late = [(name, g) for name, g in named if step.ways[name].late]
-            step.late += late
-            messages = self._messages(step, [(name, g) for name, g in named if not step.ways[name].late])
-            if last:
-                messages += self._messages(step, sorted(step.late, key=lambda item: item[0]))
-                self._step = None
+            future = self._backward.take(bucket.buffer(), named, bucket.is_last())
+            if bucket.is_last():
+                self._backward = None
         except Exception as error:
-            self.error = failure = error
-            self._worker.submit(lambda: self._fail(failure, []))  # tells the other ranks, which would wait for this one
-            self._worker.drain(patience=PATIENCE)
+            self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
             raise
-        ticket = _Ticket(torch.futures.Future(), bucket.buffer())
-        future = ticket.done.then(_result_or_raise)
-        self._worker.submit(lambda: self._run(step, messages, ticket, bool(late), last))
         return future
 
-    def _messages(self, step: _Step, named: list[tuple[str, torch.Tensor]]) -> list[collectives.Message]:
-        """The gradients in messages of equal codec and route, in the order of first appearance."""
-        messages: dict[tuple[Codec, str], collectives.Message] = {}
-        for name, gradient in named:
-            way = step.ways[name]
-            if (way.codec, way.route) not in messages:
-                messages[way.codec, way.route] = collectives.Message(
-                    way.codec, way.route, [], [], self._memory, step.scale, step.policy
-                )
-            message = messages[way.codec, way.route]
-            state = self._memory.state(name, way.codec.name)
-            message.tensors.append(gradient)
-            message.contexts.append(Context(name, step.number, rank=self._peers.rank, floor=way.floor, state=state))
-        return list(messages.values())
+    # -- on the channel's threads -------------------------------------------------------------------------------
 
-    # -- on the worker's thread ---------------------------------------------------------------------------------
-
-    def _run(self, step: _Step, messages: list[collectives.Message], ticket: _Ticket, hold: bool, last: bool) -> None:
-        """One bucket's messages; with the last bucket, the end of the step."""
-        step.waiting.append(ticket)
-        if self.error is not None:
-            _complete(step.waiting, self.error)
-            return
-        try:
-            for message in messages:
-                step.finite &= collectives.exchange(message, self._peers)
-            if last:  # a rank that failed after the last exchange must not leave the others alone with DDP
-                self._peers.agree(f"the end of step {step.number}", 0)
-        except Exception as error:
-            self._fail(error, step.waiting)
-            return
-        self._bytes_raw += self._peers.ring_bytes(ticket.buffer.numel() * ticket.buffer.itemsize)
-        if last:
-            self._memory.commit() if step.finite else self._memory.drop()
+    def _end(self, ended: Backward) -> None:
+        """A backward pass is through, or has failed."""
+        with self._lock:
+            if ended.totals.error is not None:
+                self.error = self.error or ended.totals.error
+                return
+            self._totals.add(ended.totals)
+            self._bytes_raw += ended.raw_bytes
             self._steps += 1
-            _complete(step.waiting)
-        elif not hold:
-            step.waiting.remove(ticket)
-            _complete([ticket])
-
-    def _fail(self, error: Exception, waiting: list[_Ticket]) -> None:
-        """Ends the exchange for good: DDP could not go on after a broken backward anyway."""
-        self.error = error
-        if not isinstance(error, PeerError):  # those are known to all ranks, or there is nobody left to tell
-            self._peers.announce(error, PATIENCE)
-        _complete(waiting, error)
-
-
-def _complete(tickets: list[_Ticket], error: BaseException | None = None) -> None:
-    for ticket in tickets:
-        ticket.done.set_result(ticket.buffer if error is None else error)
-    tickets.clear()
-
-
-def _result_or_raise(done: torch.futures.Future[Any]) -> Any:
-    """Raising here, in a callback, gives backward a RuntimeError with the text of the error; set_exception does not."""
-    result = done.value()
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 @dataclass
@@ -316,9 +285,9 @@ def _hook(slot: _Slot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
     return _plain_average(slot.group, bucket) if slot.handle is None else slot.handle._reduce(bucket)
 
 
-def _plain_average(group: dist.ProcessGroup, bucket: GradBucket) -> _Future:
+def _plain_average(group: dist.ProcessGroup, bucket: GradBucket) -> Future:
     """What DDP does without a hook, to the bit."""
     buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
-    averaged: _Future = work.get_future().then(lambda future: future.value()[0])
+    averaged: Future = work.get_future().then(lambda future: future.value()[0])
     return averaged

@@ -9,6 +9,7 @@ A step codes on a device or communicates in a group of ranks:
     red, bc     reduce to the first rank, then broadcast
     a2a, ag     all-to-all, the reduce-scatter of coded data
     gat, bc     gather, the reduce of coded data
+    ring, ag    after enc: partial sums go from rank to rank, decoded, added to and encoded anew at each
 
 `ag` either joins parts that `rs` or `a2a` dealt out in the same group, or, where nothing was dealt out, hands every
 rank's coded data to all. The executor runs these lists and the planner times them.
@@ -26,8 +27,8 @@ DEVICES = ("cpu", "gpu")
 GROUPS = ("flat", "intra", "inter")
 CODING = ("enc", "dec")
 PLAIN = ("ar", "rs", "ag", "red", "bc")
-CODED = ("a2a", "ag", "gat", "bc")
-_SECOND = {"rs": "ag", "a2a": "ag", "red": "bc", "gat": "bc"}
+CODED = ("a2a", "ag", "gat", "bc", "ring")
+_SECOND = {"rs": "ag", "a2a": "ag", "ring": "ag", "red": "bc", "gat": "bc"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _check(steps: tuple[Step, ...]) -> tuple[bool, ...]:
             continue
         if step.kind not in (CODED if coded else PLAIN):
             raise Unsupported(f"{here}: {'coded' if coded else 'plain'} data cannot go by {step.kind}")
+        if step.kind == "ring" and steps[number - 1].kind != "enc":
+            raise Unsupported(f"{here}: a ring encodes as it goes, so it follows enc directly")
         joins = bool(open_splits) and open_splits[-1][1] == step.where and step.kind == _SECOND[open_splits[-1][0]]
         if joins:
             open_splits.pop()
@@ -210,8 +213,11 @@ def _named(text: str) -> Route:
 
 NAMED = {
     "allreduce": _named("ar.flat"),
+    "ring": _named("enc.cpu > ring.flat > ag.flat > dec.cpu"),
     "alltoall": _named("enc.cpu > a2a.flat > dec.cpu > enc.cpu > ag.flat > dec.cpu"),
     "allgather": _named("enc.cpu > ag.flat > dec.cpu"),
     "gather": _named("enc.cpu > gat.flat > dec.cpu > enc.cpu > bc.flat > dec.cpu"),
     "hierarchical": _named("rs.intra > enc.cpu > a2a.inter > dec.cpu > enc.cpu > ag.inter > dec.cpu > ag.intra"),
+    "hierarchical_ring": _named("rs.intra > enc.cpu > ring.inter > ag.inter > dec.cpu > ag.intra"),
+    "hierarchical_allgather": _named("rs.intra > enc.cpu > ag.inter > dec.cpu > ag.intra"),
 }

@@ -1,0 +1,203 @@
+"""One backward pass, from its first bucket to its last: gradients become messages, and DDP gets its buckets back.
+
+Gradients of equal codec and route in a bucket form a message. Factors and small uncompressed tensors wait for the last
+bucket and travel together, in the order of parameter names: a few collectives for the whole step, and the same result
+however DDP cuts its buckets. What a step changes in Memory counts only if its gradients proved finite on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import checks
+from .codecs import Codec, Context
+from .collectives import Channel, Message, Outcome, average_plainly, submit
+from .engines.layout import Floor
+from .feedback import Memory
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one parameter's gradient goes through in a step."""
+
+    codec: Codec
+    route: str
+    late: bool  # waits for the last bucket
+    floor: Floor | torch.Tensor | None
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A bucket that DDP waits for."""
+
+    buffer: torch.Tensor
+    done: torch.futures.Future[torch.Tensor]
+    left: int = 0  # messages that it waits for
+    held: bool = False  # it waits for the end of the step
+    given: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class Backward:
+    """`take` is called on the thread of backward, the rest happens on the channel's threads."""
+
+    number: int
+    scale: float
+    ways: dict[str, Way]  # by parameter name
+    plain: bool  # nothing is compressed: as DDP does it by itself
+    words: str  # the policy, for the agreement between ranks
+    channel: Channel
+    memory: Memory
+    on_end: Callable[[Backward], None]
+    check: bool = False  # compare the results of all ranks at the end
+    totals: Outcome = field(default_factory=Outcome)
+    raw_bytes: int = 0  # of the buckets
+
+    def __post_init__(self) -> None:
+        self._lock = threading.RLock()
+        self._late: list[tuple[str, torch.Tensor]] = []
+        self._results: list[tuple[str, torch.Tensor]] = []
+        self._tickets: list[_Ticket] = []
+        self._open = 1  # messages under way, and one for the buckets still to come
+        self._complete = threading.Event()  # all messages are through
+        self._floors: checks.FloorCheck | None = None
+
+    def take(self, buffer: torch.Tensor, named: list[tuple[str, torch.Tensor]], last: bool) -> Future:
+        """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
+        cuda = buffer.device.type == "cuda"
+        ticket = _Ticket(buffer, torch.futures.Future(devices=[buffer.device]) if cuda else torch.futures.Future())
+        future = ticket.done.then(functools.partial(_buffer_or_raise, ticket))
+        ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
+        late = [] if self.plain else [(name, g) for name, g in named if self.ways[name].late]
+        ticket.held = bool(late) or self.check
+        self._tickets.append(ticket)
+        self._late += late
+        self._results += named if self.check else []
+        self.raw_bytes += buffer.numel() * buffer.itemsize
+        if self.plain:
+            self._start(
+                ticket, lambda done: average_plainly(buffer, self._plain_words(named), self.channel, done, ready)
+            )
+        else:
+            soon = [(name, g) for name, g in named if not self.ways[name].late]
+            for message in self._messages(soon, ready):
+                self._start(ticket, functools.partial(submit, message, self.channel))
+            if last:
+                for message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
+                    self._start(None, functools.partial(submit, message, self.channel))
+        if last and self.check:
+            checks.compare_results(self._results, self.number, self._complete, self.channel, self._checked)
+        if last:
+            self._ended(None, Outcome())
+        if self.totals.error is not None:  # it failed before it knew of this bucket
+            self.fail(self.totals.error)
+        return future
+
+    def _plain_words(self, named: list[tuple[str, torch.Tensor]]) -> str:
+        first, numel = named[0][0], sum(g.numel() for _, g in named)
+        return f"plain averaging at step {self.number} of {first!r} and {len(named) - 1} more, {numel} values"
+
+    def _messages(self, named: list[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None) -> list[Message]:
+        """The gradients in messages of equal codec, route and type, in the order of first appearance."""
+        messages: dict[tuple[Codec, str, torch.dtype], Message] = {}
+        for name, gradient in named:
+            way = self.ways[name]
+            key = (way.codec, way.route, gradient.dtype)
+            if key not in messages:
+                messages[key] = Message(
+                    way.codec, way.route, [], [], self.memory, self.scale, self.words, ready, self._must_be_lossless
+                )
+            state = self.memory.state(name, way.codec.name)
+            messages[key].tensors.append(gradient)
+            messages[key].contexts.append(
+                Context(
+                    name,
+                    self.number,
+                    rank=self.channel.rank,
+                    world=self.channel.world,
+                    scale=self.scale,
+                    floor=way.floor,
+                    state=state,
+                )
+            )
+        return list(messages.values())
+
+    # -- floors -------------------------------------------------------------------------------------------------
+
+    def compare_floors(self, warn: Callable[[str], None]) -> None:
+        """At the beginning: whether all ranks would round to the same grid. What comes of it is known later."""
+        floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
+        if floors:
+            self._floors = checks.FloorCheck(floors, self.number, self.channel, warn)
+
+    def _must_be_lossless(self) -> bool:
+        """Waits for the other ranks' floors; True if they differ from this one's."""
+        return self._floors is not None and not self._floors.agree()
+
+    # -- on the channel's threads -------------------------------------------------------------------------------
+
+    def _start(self, ticket: _Ticket | None, submit: Callable[[Callable[[Outcome], None]], None]) -> None:
+        with self._lock:
+            self._open += 1
+            if ticket is not None:
+                ticket.left += 1
+        submit(functools.partial(self._ended, ticket))
+
+    def _ended(self, ticket: _Ticket | None, outcome: Outcome) -> None:
+        """A message is through, or all buckets have come."""
+        with self._lock:
+            self.totals.add(outcome)
+            self._open -= 1
+            if ticket is not None:
+                ticket.left -= 1
+            complete = self._open == 0
+        if outcome.error is not None:
+            self.fail(outcome.error)
+            return
+        if complete:
+            self._complete.set()
+            if not self.check:
+                self._finish()
+        elif ticket is not None and ticket.left == 0 and not ticket.held:
+            _give(ticket)  # after the end of the step, where this is it: DDP goes on at once
+
+    def _checked(self, outcome: Outcome) -> None:
+        self.totals.add(outcome)
+        self.fail(outcome.error) if outcome.error is not None else self._finish()
+
+    def _finish(self) -> None:
+        self.memory.commit() if self.totals.finite else self.memory.drop()
+        self.on_end(self)
+        for ticket in self._tickets:
+            _give(ticket)
+
+    def fail(self, error: BaseException) -> None:
+        """Every bucket that DDP still waits for raises."""
+        with self._lock:
+            self.totals.error = self.totals.error or error
+        self._complete.set()
+        self.on_end(self)
+        for ticket in list(self._tickets):
+            _give(ticket, error)
+
+
+def _give(ticket: _Ticket, error: BaseException | None = None) -> None:
+    if not ticket.given:
+        ticket.given, ticket.error = True, error
+        ticket.done.set_result(ticket.buffer)
+
+
+def _buffer_or_raise(ticket: _Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:
+    """Raising here, in a callback, gives backward a RuntimeError with the text of the error; set_exception does not."""
+    if ticket.error is not None:
+        raise ticket.error
+    return ticket.buffer

@@ -1,0 +1,120 @@
+"""What ranks compare with each other besides their messages: the grids that they round to, and what came out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import torch
+
+from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Received, Steps, single
+from .engines.layout import Floor
+from .errors import PeerError
+
+_SAMPLED = 61  # every 61st value is looked at in a step, another one in the next
+
+
+class FloorCheck:
+    """Whether all ranks would round to the same grid; what is compared is a sample that changes from step to step.
+
+    Ranks differ where one has joined early under uneven inputs, or has other optimizer settings than the rest. Then
+    this step's gradients go lossless on all of them.
+    """
+
+    def __init__(
+        self,
+        floors: Mapping[str, Floor | torch.Tensor],
+        step: int,
+        channel: Channel,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._known = threading.Event()
+        self._differ = False
+        self._names, self._warn = list(floors), warn
+        what = f"a comparison of {len(floors)} grids at step {step}"
+        single(what, lambda job, outcome: self._compare(list(floors.values()), step, channel), channel, self._end)
+
+    def agree(self) -> bool:
+        """Waits for the others. If they have failed, so will whatever comes next."""
+        self._known.wait()
+        return not self._differ
+
+    def _compare(self, floors: list[Floor | torch.Tensor], step: int, channel: Channel) -> Steps:
+        sums = torch.tensor([_floor_sum(floor, step) for floor in floors])
+        for rank, name in (yield from _differences(sums, self._names, channel)):
+            self._differ = True
+            self._warn(
+                f"rank {rank} would round {name!r} to another grid than rank {channel.rank}: its parameters, optimizer "
+                "state or settings differ. Gradients are sent lossless until they agree"
+            )
+            return
+
+    def _end(self, outcome: Outcome) -> None:
+        self._known.set()
+
+
+def compare_results(
+    results: Sequence[tuple[str, torch.Tensor]],
+    step: int,
+    ready: threading.Event,
+    channel: Channel,
+    done: Callable[[Outcome], None],
+) -> None:
+    """Compares averaged gradients over all ranks, once they are `ready`: all must have the same bits."""
+
+    def run(job: Job, outcome: Outcome) -> Steps:
+        ready.wait()
+        if channel.error is not None:
+            raise channel.error
+        sums = torch.tensor([bit_sum(tensor) for _, tensor in results])
+        differing: dict[str, list[int]] = {}
+        for rank, name in (yield from _differences(sums, [name for name, _ in results], channel)):
+            differing.setdefault(name, []).append(rank)
+        if differing:
+            name, ranks = next(iter(differing.items()))
+            raise PeerError(
+                f"after step {step} rank {channel.rank} has other bits in the gradient of {name!r} than rank "
+                f"{', '.join(map(str, ranks))}; so it is for {len(differing)} of {len(results)} parameters. "
+                "Replicas no longer agree: this is a bug or a hardware fault"
+            )
+
+    single(f"a comparison of {len(results)} results at step {step}", run, channel, done)
+
+
+def _differences(sums: torch.Tensor, names: Sequence[str], channel: Channel) -> _Found:
+    """The ranks and names whose numbers differ from this rank's."""
+    group = channel.groups["flat"]
+    received = yield Exchange("flat", [sums.view(torch.uint8)] * group.size, True)
+    found = []
+    for rank, part in zip(group.ranks, received.parts):
+        assert part is not None
+        for index in (part.view(torch.int64) != sums).nonzero().view(-1).tolist():
+            found.append((rank, names[index]))
+    return found
+
+
+_Found = Generator[Exchange | AllReduce, Received, list[tuple[int, str]]]
+
+
+def bit_sum(x: torch.Tensor) -> int:
+    """A sum over the bits of a tensor that tells apart tensors with a value changed or two exchanged."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    words = x.detach().reshape(-1).view(kinds[x.itemsize])
+    if not words.numel():
+        return 0
+    total = int(words.sum(dtype=torch.int64))
+    rows = words[: words.numel() // 64 * 64].view(64, -1).sum(1, dtype=torch.int64).tolist()
+    for place, row in enumerate(rows, start=3):
+        total += place * row
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _floor_sum(floor: Floor | torch.Tensor, step: int) -> int:
+    start = step % _SAMPLED
+    if isinstance(floor, torch.Tensor):
+        return int(floor.view(-1)[start::_SAMPLED].sum(dtype=torch.int64))
+    parts = [floor.theta] if floor.second is None else [floor.theta, floor.second]
+    total = (floor.c0 * 31 + floor.c1) * 31 + floor.c2
+    for number, part in enumerate(parts, start=1):
+        total += number * int(part.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64))
+    return total

@@ -1,0 +1,38 @@
+"""Compressed collectives: how messages of gradients become their mean over all ranks.
+
+layout      stretches of tensors: how they are dealt out and cut into chunks
+executor    runs any route of routes.py on a chunk; says what is to be exchanged, sends nothing itself
+coder       codes stretches: frames, floors, error feedback
+message     gradients that travel together, and the jobs they become
+pipeline    threads that code one chunk while others are on the wire
+gloo        bytes from rank to rank
+health      heartbeats and last words
+channel     all of that for one group of ranks
+topology    which ranks share a host
+"""
+
+from .channel import Channel, open_channel
+from .coder import flatten, unflatten
+from .executor import AllReduce, Exchange, Received, Steps
+from .message import Message, Outcome, average_plainly, route_of, single, submit
+from .pipeline import Job
+from .topology import Topology
+
+__all__ = [
+    "AllReduce",
+    "Channel",
+    "Exchange",
+    "Job",
+    "Message",
+    "Outcome",
+    "Received",
+    "Steps",
+    "Topology",
+    "average_plainly",
+    "flatten",
+    "open_channel",
+    "route_of",
+    "single",
+    "submit",
+    "unflatten",
+]

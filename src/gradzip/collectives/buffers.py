@@ -1,0 +1,43 @@
+"""Byte buffers that are used again: fresh memory costs more in page faults than a fast codec costs."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_SMALLEST = 1 << 12
+_KEPT = 64  # buffers; more than a pipeline has in flight
+
+
+class Buffers:
+    """Buffers of whole powers of two (and one and a half times them); pinned where a GPU copies to and from them."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least `size` bytes; `give` takes it back."""
+        rounded = _SMALLEST
+        while rounded < size:
+            rounded += rounded // 2 if rounded & (rounded - 1) == 0 else rounded // 3
+        with self._lock:
+            for i in range(len(self._free) - 1, -1, -1):
+                if self._free[i].numel() == rounded:
+                    return self._free.pop(i)
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give(self, buffers: list[torch.Tensor]) -> None:
+        """Hands buffers back; nobody may look at them any more."""
+        with self._lock:
+            self._free += buffers
+            del self._free[: max(0, len(self._free) - _KEPT)]
+        buffers.clear()
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait here for their next use."""
+        with self._lock:
+            return sum(buffer.numel() for buffer in self._free)

@@ -1,0 +1,190 @@
+"""A process's way to the others: connections, heartbeat and pipeline. Handles of the same ranks share one.
+
+Whatever fails, fails for good and on all ranks: DDP could not go on after a broken backward anyway. The rank that
+fails leaves word in the store, closes its connections, and everybody else raises a PeerError that says who and why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import threading
+from collections import defaultdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from .. import wire
+from ..errors import PeerError, Unsupported
+from .buffers import Buffers
+from .gloo import Broken, Gloo
+from .health import Health
+from .pipeline import ROW_VERSION, Job, Pipeline, Probe
+from .topology import Topology
+
+HEARTBEAT = timedelta(seconds=30)
+TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
+_LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
+
+_lock = threading.Lock()
+_channels: dict[tuple[object, ...], Channel] = {}
+_serials: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # channels made so far, by group
+_open: set[Channel] = set()  # with threads that may run
+_probe: Probe | None = None  # for tests: sees every stage of every job
+
+
+class Channel:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        topology: Topology,
+        timeout: timedelta,
+        heartbeat: timedelta,
+    ) -> None:
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.topology, self.groups, self.device = topology, topology.groups(), device
+        self.users = 0
+        self.error: BaseException | None = None
+        self._failing = threading.Lock()
+        name = f"gradzip/{group.group_name}/{next(_serials[group.group_name])}"
+        store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
+        self._meet(store, "hello", timeout)
+        try:
+            self.gloo = Gloo(store, self.rank, self.world, timeout)
+        except RuntimeError as cause:
+            raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
+        self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
+        self.buffers = Buffers(pinned=device.type == "cuda")
+        self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
+        self.pipeline = Pipeline(
+            self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, _probe
+        )
+        _open.add(self)
+        self.health.start()
+
+    def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
+        """Waits until all ranks are there. They must speak the same format and see the same hosts."""
+        own = json.dumps({"frames": wire.VERSION, "rows": ROW_VERSION, "hosts": self.topology.hosts})
+        store.set(f"{where}/{self.rank}", own)
+        for rank in range(self.world):
+            try:
+                store.wait([f"{where}/{rank}"], timeout)
+            except Exception as cause:
+                raise PeerError(f"rank {rank} did not attach within {timeout}: {cause}") from cause
+            theirs = store.get(f"{where}/{rank}").decode()
+            if theirs != own:
+                raise PeerError(
+                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip and launcher"
+                )
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException, about: int | None = None) -> BaseException:
+        """Ends the channel on all ranks, telling them why; returns the first error."""
+        with self._failing:
+            if self.error is not None:
+                return self.error
+            self.error = error
+        _forget(self)
+        text = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+        # What several ranks know is nobody's fault in particular.
+        shared = isinstance(error, PeerError)
+        self.health.report(text, about=-1 if shared and about is None else about)
+        self._end(error)
+        return error
+
+    def _lost(self, error: PeerError) -> None:
+        """The heart's bad news: others know it as well."""
+        with self._failing:
+            if self.error is not None:
+                return
+            self.error = error
+        _forget(self)
+        self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self.gloo.abort()
+        self.pipeline.fail(error)
+        self.gloo.close()
+        self.health.stop()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What is to be raised for an error that a job met."""
+        if not isinstance(error, Broken):
+            return self.fail(error)
+        known = self.error or self.health.cause(_LAST_WORDS)
+        if self.error is not None:
+            return self.error
+        if isinstance(known, PeerError):
+            self._lost(known)
+            return self.error or known
+        who = f"rank {error.rank}" if error.rank is not None else "a peer"
+        first = (str(error).splitlines() or [""])[0]
+        text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({first})"
+        return self.fail(PeerError(text), about=error.rank)
+
+    def _disagreement(self, job: Job, ranks: list[int]) -> PeerError:
+        texts = self.health.exchange_texts(f"text/{job.tag}", job.what, ranks)
+        other = next((i for i, text in enumerate(texts) if text != texts[0]), len(ranks) - 1)
+        return PeerError(
+            f"ranks disagree. Rank {ranks[0]}: {texts[0]}. Rank {ranks[other]}: {texts[other]}. "
+            "Use the same policy, model, optimizer settings and gradzip on all ranks"
+        )
+
+    # -- users --------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """One user less; the last one closes the door."""
+        with _lock:
+            self.users -= 1
+            last = self.users == 0
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        _forget(self)
+        self.health.stop()
+        if self.pipeline.stop():
+            _open.discard(self)
+        self.gloo.close()
+
+
+def open_channel(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+    heartbeat: timedelta | None = None,
+) -> Channel:
+    """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point."""
+    timeout, heartbeat = timeout or TIMEOUT, heartbeat or HEARTBEAT
+    if heartbeat < timedelta(seconds=1):
+        raise Unsupported(f"heartbeat={heartbeat}: hearts beat a few times a second; give them a second at least")
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
+    key = (group.group_name, str(device), topology, timeout, heartbeat)
+    with _lock:
+        if key not in _channels:
+            _channels[key] = Channel(group, device, topology, timeout, heartbeat)
+        channel = _channels[key]
+        channel.users += 1
+        return channel
+
+
+def _forget(channel: Channel) -> None:
+    """So that whoever attaches next gets a new one. No lock: a failure must not wait for an attach."""
+    for key in [key for key, known in list(_channels.items()) if known is channel]:
+        _channels.pop(key, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads that are inside torch when Python shuts down take the process down: none may be left."""
+    for channel in list(_open):
+        channel.gloo.abort()
+        channel.close()

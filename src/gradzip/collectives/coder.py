@@ -1,0 +1,326 @@
+"""Codes stretches of a message's tensors: floors, error feedback and frames.
+
+A blob holds one frame for every piece that has values: a table of their sizes, then the frames, each padded to 8 bytes.
+What an encode loses is kept by the rank that performs it: that of its own gradient under the parameter's name, that of
+sums on the way under the number of the encode and the place of the piece.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from .. import engines, wire
+from ..codecs import BY_ID, Codec, Context, books
+from ..codecs.base import wide
+from ..codecs.baseline import ByteCodec, Cast, Identity
+from ..codecs.gcomp import GComp
+from ..codecs.sparse import SparseFrame, TopK, fewest
+from ..engines.layout import Floor
+from ..errors import CodecError, Corrupt
+from ..feedback import Memory
+from ..sensitivity.near import memory_order
+from .buffers import Buffers
+from .executor import HEAD_ROOM, Blob, How
+from .layout import Layout, Piece
+
+_ENTRY = 8  # bytes per size in the table, and what frames are padded to
+
+
+def cuttable(codec: Codec) -> bool:
+    """Whether each value is coded by itself, so that it does not matter where a tensor is cut."""
+    return isinstance(codec, GComp | Identity | Cast | ByteCodec)
+
+
+def flatten(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """x's values in the order in which those of `like` lie in memory; a view where x lies that way too.
+
+    Codecs see gradients and floors so. It is not row-major for channels_last or transposed parameters.
+    """
+    return x.permute(memory_order(like)).reshape(-1)
+
+
+def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `flatten`; a view."""
+    order = memory_order(like)
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    return flat.view([like.shape[d] for d in order]).permute(back)
+
+
+@dataclass
+class TensorCoder:
+    """The tensors of one message, all of one type; each is replaced by its mean. One thread at a time per piece."""
+
+    codec: Codec
+    tensors: list[torch.Tensor]
+    contexts: list[Context]  # one for each tensor
+    memory: Memory
+    buffers: Buffers
+    scale: float = 1.0  # the loss scale that the gradients carry
+    world: int = 1
+    taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back when all is done
+
+    def __post_init__(self) -> None:
+        self.exact_grid = any(ctx.floor is not None for ctx in self.contexts) and _near(self.codec)
+        self.dtype = self.tensors[0].dtype
+        self.home = self.tensors[0].device
+        self._feeds_back = self.codec.error_memory is not None
+        self._flat = [flatten(t, t) for t in self.tensors]
+        self._inputs = list(self._flat)
+        self._lost: list[torch.Tensor] = []
+
+    def for_chunk(self, taken: list[torch.Tensor]) -> TensorCoder:
+        """The same, with the buffers that it takes put on a list of their own."""
+        other = copy.copy(self)
+        other.taken = taken
+        return other
+
+    @property
+    def needs_floors(self) -> bool:
+        return any(ctx.floor is not None for ctx in self.contexts)
+
+    def prepare(self, lossless: bool = False) -> None:
+        """Adds to the gradients what was lost of them before. Before any piece is coded, on the coding thread."""
+        if lossless and isinstance(self.codec, GComp):
+            self.codec = GComp(mode="lossless", limit=self.codec.limit, book=self.codec.book)
+            self.contexts = [dataclasses.replace(ctx, floor=None) for ctx in self.contexts]
+            self.exact_grid = self._feeds_back = False
+        for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
+            x = flatten(self.memory.compensated(ctx.name, tensor, self.scale), tensor)
+            self._inputs[number] = x.to(tensor.dtype)
+            if self._feeds_back:
+                self._lost.append(wide(x).clone())
+
+    def finish(self) -> None:
+        """Notes what the gradients' own encodes lost. After all pieces."""
+        for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
+            lost = unflatten(self._lost[number], tensor) if self._feeds_back else None
+            self.memory.lost(ctx.name, lost, self.scale)
+
+    def finite(self, layout: Layout) -> bool:
+        return all(_finite(self._inputs[p.tensor][p.start : p.stop]) for p in layout)
+
+    # -- for the executor ---------------------------------------------------------------------------------------
+
+    def load(self, layout: Layout) -> torch.Tensor:
+        views = [self._inputs[p.tensor][p.start : p.stop] for p in layout]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def store(self, layout: Layout, mean: torch.Tensor) -> None:
+        offset = 0
+        for piece in layout:
+            self._write(piece, mean[offset : offset + piece.numel])
+            offset += piece.numel
+
+    def targets(self, layout: Layout) -> list[torch.Tensor] | None:
+        flats = [self._flat[p.tensor] for p in layout]
+        if any(f.data_ptr() != self.tensors[p.tensor].data_ptr() for f, p in zip(flats, layout)):
+            return None  # `flatten` made a copy
+        return [flat[p.start : p.stop] for flat, p in zip(flats, layout)]
+
+    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        values, offset = values.to(self._device(how)), 0
+        writer = self._writer(leaf, values.dtype, values.device, own=how.summed == 1)
+        for piece in leaf:
+            x = values[offset : offset + piece.numel]
+            offset += piece.numel
+            if piece.numel:
+                self._encode_piece(piece, x, how, writer)
+        return writer.blob()
+
+    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+        place = self._device(how)
+        data = blob.data if blob.data.device == place else blob.data.to(place)
+        for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data, blob.source), _filled_outs(leaf, outs)):
+            try:
+                self._decode_piece(piece, frame, how, out, add)
+            except CodecError as error:
+                origin = "" if blob.source is None else f" from rank {blob.source}"
+                raise type(error)(f"{self.contexts[piece.tensor].name!r}{origin}: {error}") from error
+
+    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+        if not (isinstance(self.codec, GComp) and values.dtype == torch.float32 and self._fuses(values, how)):
+            total = wide(values).clone()
+            outs, offset = [], 0
+            for piece in leaf:
+                outs.append(total[offset : offset + piece.numel])
+                offset += piece.numel
+            self.decode(leaf, blob, how, outs, add=True)
+            return self.encode(leaf, total, how)
+        writer = self._writer(leaf, values.dtype, values.device, own=False)
+        frames, offset = self._frames(leaf, blob.data, blob.source), 0
+        for piece, frame in zip(_filled(leaf), frames):
+            local = values[offset : offset + piece.numel]
+            offset += piece.numel
+            ctx = self._context(piece, how, local.device)
+            writer.write(partial(_fused, self.codec, frame, local, ctx))
+        return writer.blob()
+
+    # -- pieces -------------------------------------------------------------------------------------------------
+
+    def _fuses(self, values: torch.Tensor, how: How) -> bool:
+        """Whether decoding, adding and encoding go in one pass: nothing has to be known of what is lost in between."""
+        engine = engines.pick(values.device)
+        return not self._feeds_back and values.device == self._device(how) and hasattr(engine, "decode_add_encode")
+
+    def _device(self, how: How) -> torch.device:
+        return torch.device("cpu") if how.device == "cpu" else self.home
+
+    def _write(self, piece: Piece, mean: torch.Tensor) -> None:
+        flat = self._flat[piece.tensor]
+        flat[piece.start : piece.stop].copy_(mean)
+        tensor = self.tensors[piece.tensor]
+        if flat.data_ptr() != tensor.data_ptr() and piece.stop == flat.numel():
+            tensor.copy_(unflatten(flat, tensor))  # pieces of a tensor are stored in order
+
+    def _context(self, piece: Piece, how: How, device: torch.device) -> Context:
+        whole = self.contexts[piece.tensor]
+        is_whole = piece.numel == self._flat[piece.tensor].numel()
+        name = whole.name if is_whole else f"{whole.name}[{piece.start}:{piece.stop}]"
+        floor = whole.floor
+        if floor is not None:
+            floor = _moved(floor[piece.start : piece.stop], device)
+        if isinstance(self.codec, GComp) or (is_whole and how.summed == 1):
+            state = whole.state
+        elif how.summed == 1 and not cuttable(self.codec):
+            state = self.memory.state(name, self.codec.name)
+        else:
+            state = {}  # of sums nothing is carried from step to step
+        return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
+
+    def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: _Writer) -> None:
+        codec, own = self.codec, how.summed == 1
+        stage = f"sum{how.number}.{piece.start}-{piece.stop}"
+        name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
+        target = x
+        if self._feeds_back and not own:
+            target = self.memory.compensated(name, x, unit, stage)
+            x = target.to(x.dtype)
+        if not own and isinstance(codec, SparseFrame):
+            codec = _union(codec, x)
+        ctx = self._context(piece, how, x.device)
+        frame = writer.write(partial(codec.encode, x, ctx))
+        if not self._feeds_back:
+            return
+        decoded = codec.decode(frame, ctx)
+        if own:
+            lost = self._lost[piece.tensor][piece.start : piece.stop]
+            lost.sub_(decoded.to(lost.device))
+        else:
+            self.memory.lost(name, wide(target) - wide(decoded), unit, stage)
+
+    def _decode_piece(self, piece: Piece, frame: torch.Tensor, how: How, out: torch.Tensor, add: bool) -> None:
+        codec, header = self.codec, wire.read_header(frame)
+        if header.codec_id != codec.wire_id and isinstance(codec, SparseFrame):
+            codec = BY_ID[TopK.wire_id]()  # a union
+        if header.numel != piece.numel:
+            raise Corrupt(f"the frame holds {header.numel} values instead of {piece.numel}")
+        ctx = self._context(piece, how, frame.device)
+        if header.dtype == out.dtype and out.device == frame.device and out.is_contiguous():
+            codec.decode(frame, ctx, out, add)
+        else:
+            decoded = codec.decode(frame, ctx)
+            out.add_(decoded.to(out.device)) if add else out.copy_(decoded)
+
+    # -- blobs --------------------------------------------------------------------------------------------------
+
+    def _writer(self, leaf: Layout, dtype: torch.dtype, device: torch.device, own: bool) -> _Writer:
+        codec, count = self.codec if own else _densest(self.codec), len(_filled(leaf))
+        size = HEAD_ROOM + sum(codec.bound(piece.numel, dtype) + 2 * _ENTRY for piece in _filled(leaf))
+        if device.type == "cpu":
+            buffer = self.buffers.take(size)
+            self.taken.append(buffer)
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return _Writer(buffer, count)
+
+    def _frames(self, leaf: Layout, data: torch.Tensor, source: int | None) -> list[torch.Tensor]:
+        count = sum(piece.numel > 0 for piece in leaf)
+        at = _ENTRY * count
+        sizes = data[:at].cpu().clone().view(torch.int64).tolist() if data.numel() >= at else [-1]
+        frames = []
+        for size in sizes:
+            if size < 0 or at + size > data.numel():
+                raise Corrupt(f"what rank {source} sent does not hold the {count} frames it should")
+            frames.append(data[at : at + size])
+            at += size + -size % _ENTRY
+        if at != data.numel():
+            raise Corrupt(f"{data.numel() - at} bytes follow the last frame of rank {source}")
+        return frames
+
+
+class _Writer:
+    """Fills a buffer with frames."""
+
+    def __init__(self, buffer: torch.Tensor, count: int) -> None:
+        self._buffer, self._sizes = buffer, list[int]()
+        self._at = HEAD_ROOM + _ENTRY * count
+
+    def write(self, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        frame = encode(self._buffer[self._at :])
+        end = self._at + frame.numel()
+        padded = end + -frame.numel() % _ENTRY
+        self._buffer[end:padded] = 0
+        self._at = padded
+        self._sizes.append(frame.numel())
+        return frame
+
+    def blob(self) -> Blob:
+        table = torch.tensor(self._sizes, dtype=torch.int64).view(torch.uint8)
+        self._buffer[HEAD_ROOM : HEAD_ROOM + table.numel()] = table.to(self._buffer.device)
+        return Blob(self._buffer[HEAD_ROOM : self._at], None, self._buffer[: self._at])
+
+
+def _near(codec: Codec) -> bool:
+    return isinstance(codec, GComp) and codec.mode == "near"
+
+
+def _densest(codec: Codec) -> Codec:
+    """Sums of sparse tensors hold the values of all of them."""
+    return TopK(ratio=1.0) if isinstance(codec, SparseFrame) else codec
+
+
+def _union(codec: Codec, x: torch.Tensor) -> Codec:
+    """For a sum of sparse tensors: all values that one of them had."""
+    count = max(int(x.count_nonzero()), fewest(x.numel()))
+    return TopK(ratio=count / x.numel(), feedback="false")
+
+
+def _fused(codec: GComp, frame: torch.Tensor, local: torch.Tensor, ctx: Context, out: torch.Tensor) -> torch.Tensor:
+    """The frame of local + what is in `frame`, in one pass."""
+    header = wire.read_header(frame)
+    start = wire.body_offset(False)
+    job = codec._job(ctx)
+    book = books.lengths(job.book, local.numel()) if job.book else None
+    size = engines.pick(local.device).decode_add_encode(
+        frame[header.body_offset :], local.contiguous(), job, out[start:], ctx.floor, ctx.shift, book, book
+    )
+    wire.write_header(out, codec.wire_id, local.dtype, local.numel(), size, False)
+    return out[: start + size]
+
+
+def _moved(floor: torch.Tensor | Floor, device: torch.device) -> torch.Tensor | Floor:
+    if isinstance(floor, torch.Tensor):
+        return floor.to(device)
+    if floor.theta.device == device:
+        return floor
+    second = None if floor.second is None else floor.second.to(device)
+    return dataclasses.replace(floor, theta=floor.theta.to(device), second=second)
+
+
+def _finite(x: torch.Tensor) -> bool:
+    """A sum is NaN or infinite if one of its terms is, and takes a quarter of the time of looking at each."""
+    return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
+
+
+def _filled(leaf: Layout) -> list[Piece]:
+    return [piece for piece in leaf if piece.numel]
+
+
+def _filled_outs(leaf: Layout, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [out for piece, out in zip(leaf, outs) if piece.numel]

@@ -1,0 +1,498 @@
+"""Runs any Route on a chunk of a message. The executor itself sends nothing: it says what is to be exchanged.
+
+`run` is a generator. It yields an Exchange whenever data has to go to other ranks and is resumed with what came from
+them, so that whoever drives it decides how bytes travel and what happens in the meantime.
+
+What a rank holds at any moment is a layout, either as plain values (the sum over the ranks that have been added so far)
+or as coded contributions that are still to be added. Sums are formed in float32 and in the order of ranks within each
+group, so every rank that forms a sum forms the same one. A sum that is sent back is used by its own rank as it was
+coded, like by all others: replicas stay bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..codecs.base import wide
+from ..routes import Route, Step
+from .layout import Layout, Piece, deal, numel
+
+
+class Members(NamedTuple):
+    """Some ranks that exchange data, and this one's place among them."""
+
+    rank: int  # this one's number among them
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass
+class Exchange:
+    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part comes back as it is."""
+
+    where: str
+    send: Sequence[torch.Tensor | None]  # bytes
+    finite: bool  # whether all values that this rank knows of are
+    neighbours: bool = False  # only from the member before to the one after
+
+
+@dataclass
+class AllReduce:
+    """torch's own sum of a tensor over all ranks, in place."""
+
+    tensor: torch.Tensor
+    finite: bool
+
+
+class Received(NamedTuple):
+    parts: list[torch.Tensor | None]
+    finite: bool  # on this rank and on all that it heard of
+
+
+Steps = Generator[Exchange | AllReduce, Received, None]
+
+
+class Coder(Protocol):
+    """What the executor needs to know of a message."""
+
+    exact_grid: bool  # sums are coded on a grid (near mode), so they are not divided before
+    dtype: torch.dtype  # of all tensors
+    home: torch.device
+
+    def finite(self, layout: Layout) -> bool:
+        """Whether this rank's own values are."""
+        ...
+
+    def load(self, layout: Layout) -> torch.Tensor:
+        """This rank's own values, flat; not to be written to."""
+        ...
+
+    def store(self, layout: Layout, mean: torch.Tensor) -> None: ...
+
+    def targets(self, layout: Layout) -> list[torch.Tensor] | None:
+        """Where the mean of each piece may be decoded to without a detour; None: nowhere."""
+        ...
+
+    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob: ...
+
+    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None: ...
+
+    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+        """Codes values + what is in the blob."""
+        ...
+
+
+class How(NamedTuple):
+    """How a stretch is coded."""
+
+    device: str
+    number: int  # of this encode in the route: each has its own error memory
+    summed: int  # ranks in the sum; 1: it is this rank's own gradient
+    shift: int  # of the grid, for sums
+    mean: bool = False  # the values are means already
+
+
+class Blob(NamedTuple):
+    """Coded values: bytes, as many as a multiple of 8."""
+
+    data: torch.Tensor
+    source: int | None = None  # the rank that it came from, for errors
+    with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
+
+
+@dataclass
+class _Coded:
+    """Contributions that together are the sum over a layout; each is one blob per leaf."""
+
+    leaves: list[Layout]
+    contributions: list[list[Blob]]
+    how: How
+
+
+HEAD_ROOM = 40  # the table of a single blob
+
+
+class _Split(NamedTuple):
+    """A first step whose second one is still to come."""
+
+    group: str
+    layout: Layout
+    gathered: bool  # one rank holds it all, the others wait
+
+
+@dataclass
+class _Held:
+    layout: Layout
+    plain: torch.Tensor | None  # None: coded, or this rank waits
+    coded: _Coded | None = None
+    summed: int = 1  # ranks in the sum
+    mean: bool = False  # divided by the number of ranks already
+    shift: int | None = None  # of the grid that values lie on; None: never coded
+    stored: bool = False  # decoded straight to where the result belongs
+    encodes: int = 0
+    finite: bool = True
+    splits: list[_Split] = field(default_factory=list)
+
+    @property
+    def waits(self) -> bool:
+        return self.plain is None and self.coded is None
+
+
+class Executor:
+    """A route on a chunk; `steps` is the generator."""
+
+    def __init__(self, route: Route, layout: Layout, coder: Coder, groups: Mapping[str, Members], world: int) -> None:
+        self._route, self._coder, self._groups, self._world = route, coder, groups, world
+        self._held = _Held(layout, None)
+
+    @property
+    def finite(self) -> bool:
+        """At the end: whether the values of all ranks were."""
+        return self._held.finite
+
+    def steps(self) -> Steps:
+        held, steps = self._held, self._route.steps
+        held.finite = self._coder.finite(held.layout)
+        held.plain = self._coder.load(held.layout)
+        for number, (step, joins) in enumerate(zip(steps, self._route.joins)):
+            rest = steps[number + 1 :]
+            if step.kind == "enc":
+                if not (rest and rest[0].kind == "ring"):  # a ring encodes as it goes
+                    self._encode(self._dealt_sizes(rest), step.where)
+                else:
+                    yield from self._ring(rest[0], step.where)
+            elif step.kind == "dec":
+                self._decode(step.where, last=not rest)
+            elif step.kind != "ring":
+                yield from self._communicate(step, joins)
+        assert held.plain is not None and not held.splits
+        self._settle()
+        if not held.stored:
+            self._coder.store(held.layout, held.plain)
+
+    # -- coding -------------------------------------------------------------------------------------------------
+
+    def _dealt_sizes(self, steps: Sequence[Step]) -> list[int]:
+        """The sizes of the groups among which coded data will be dealt out before it is decoded: no blob is cut."""
+        sizes = []
+        for step in steps:
+            if step.kind == "dec":
+                break
+            if step.kind == "a2a":
+                sizes.append(self._groups[step.where].size)
+        return sizes
+
+    def _how(self, device: str, summed: int) -> How:
+        """The first rounding, and that of the whole sum, may go to a grid as coarse as the ranks in the sum allow.
+
+        Sums on the way lie on the first one's grid: on that they are coded exactly (docs/design.md, near mode).
+        """
+        held = self._held
+        if held.shift is None or summed == self._world:
+            held.shift = summed.bit_length() - 1
+        held.encodes += 1
+        return How(device, held.encodes - 1, summed, held.shift, held.mean)
+
+    def _encode(self, dealt: list[int], device: str) -> None:
+        held = self._held
+        if held.plain is None:
+            held.encodes += 1
+            return
+        if not self._coder.exact_grid:
+            self._settle()
+        leaves = [held.layout]
+        for size in dealt:
+            leaves = [part for leaf in leaves for part in deal(leaf, size)]
+        how = self._how(device, held.summed)
+        blobs = [self._coder.encode(leaf, _select(held.plain, held.layout, leaf), how) for leaf in leaves]
+        held.plain, held.coded = None, _Coded(leaves, [blobs], how)
+
+    def _decode(self, device: str, last: bool) -> None:
+        held = self._held
+        if held.coded is None:
+            return
+        coded = held.coded
+        how = coded.how._replace(device=device)
+        targets = self._coder.targets(held.layout) if last and len(coded.contributions) == 1 else None
+        if targets is None:
+            dtype = torch.promote_types(self._coder.dtype, torch.float32)
+            total = torch.empty(numel(held.layout), dtype=dtype, device=self._coder.home)
+        for number, blobs in enumerate(coded.contributions):
+            for leaf, blob in zip(coded.leaves, blobs):
+                outs = _views(total, held.layout, leaf) if targets is None else _subviews(targets, held.layout, leaf)
+                self._coder.decode(leaf, blob, how, outs, add=number > 0)
+        held.coded, held.mean = None, how.mean
+        if targets is None:
+            held.plain = total
+        else:
+            held.stored, held.plain = True, torch.empty(0)
+            if not held.mean:
+                for target in targets:
+                    target.div_(self._world)
+                held.mean = True
+
+    def _settle(self) -> None:
+        """Divides the sum over all ranks, once it is there; 16-bit gradients travel on in 16 bits."""
+        held = self._held
+        if held.plain is not None and not held.mean and held.summed == self._world:
+            held.plain = (wide(held.plain) / self._world).to(self._coder.dtype)
+            held.mean = True
+
+    # -- communication ------------------------------------------------------------------------------------------
+
+    def _communicate(self, step: Step, joins: bool) -> Steps:
+        held, group = self._held, self._groups[step.where]
+        mine = bool(held.splits) and held.splits[-1].group == step.where  # the split that this step closes
+        if held.waits and not (joins and mine):
+            pass  # the members of this group all wait for a broadcast in another one
+        elif joins:
+            yield from self._join(held.splits.pop(), step.where, group)
+        elif step.kind == "ar":
+            yield from self._deal(step.where, group)
+            if held.summed * group.size == self._world:
+                held.summed = self._world
+                self._settle()
+                held.summed //= group.size
+            yield from self._join(held.splits.pop(), step.where, group)
+        elif step.kind == "ag":
+            yield from self._share(step.where, group)
+        elif step.kind in ("rs", "a2a"):
+            yield from self._deal(step.where, group)
+        else:
+            yield from self._collect(step.where, group)
+        if not joins:
+            held.summed *= group.size
+
+    def _swap(self, where: str, send: Sequence[torch.Tensor | None], neighbours: bool = False) -> _Swap:
+        received = yield Exchange(where, send, self._held.finite, neighbours)
+        self._held.finite = received.finite
+        return received.parts
+
+    def _deal(self, where: str, group: Members) -> Steps:
+        """rs and a2a: each member gets its part of everybody's data."""
+        held = self._held
+        stretches = deal(held.layout, group.size)
+        held.splits.append(_Split(where, held.layout, gathered=False))
+        if held.plain is not None:
+            kind = held.plain.dtype
+            plain = [_bytes(_select(held.plain, held.layout, part)) for part in stretches]
+            received = yield from self._swap(where, plain)
+            held.plain = self._sum(received, kind)
+        else:
+            coded = _coded(held)
+            width = len(coded.leaves) // group.size
+            deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
+            received = yield from self._swap(where, [_pack(lists) for lists in deals])
+            leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
+            held.coded = _Coded(leaves, _all_contributions(received, group), coded.how)
+        held.layout = stretches[group.rank]
+
+    def _collect(self, where: str, group: Members) -> Steps:
+        """red and gat: the first member gets everybody's data, the others wait."""
+        held = self._held
+        held.splits.append(_Split(where, held.layout, gathered=True))
+        nothing: list[None] = [None] * (group.size - 1)
+        if held.plain is not None:
+            kind = held.plain.dtype
+            received = yield from self._swap(where, [_bytes(held.plain), *nothing])
+            held.plain = self._sum(received, kind) if group.rank == 0 else None
+            return
+        coded = _coded(held)
+        received = yield from self._swap(where, [_pack(coded.contributions), *nothing])
+        first = group.rank == 0
+        held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how) if first else None
+
+    def _share(self, where: str, group: Members) -> Steps:
+        """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
+        coded = _coded(self._held)
+        received = yield from self._swap(where, [_pack(coded.contributions)] * group.size)
+        self._held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how)
+
+    def _join(self, split: _Split, where: str, group: Members) -> Steps:
+        """ag and bc as second steps: everybody gets the whole stretch again."""
+        held = self._held
+        if split.gathered:
+            yield from self._broadcast(where, group)
+        elif held.plain is not None:
+            if not self._coder.exact_grid:
+                self._settle()
+            kind = held.plain.dtype
+            received = yield from self._swap(where, [_bytes(held.plain)] * group.size)
+            held.plain = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
+            for part, leaf in zip(received, deal(split.layout, group.size)):
+                values = _present(part).view(kind)
+                for view, piece in zip(_views(held.plain, split.layout, leaf), _cut(values, leaf)):
+                    view.copy_(piece)
+        else:
+            coded = _coded(held)
+            received = yield from self._swap(where, [_pack(coded.contributions)] * group.size)
+            members = [_unpack(part, source) for source, part in zip(group.ranks, received)]
+            whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
+            width = len(coded.leaves)
+            leaves = [leaf for part in deal(split.layout, group.size) for leaf in deal(part, width)]
+            held.coded = _Coded(leaves, whole, coded.how)
+        held.layout = split.layout
+
+    def _broadcast(self, where: str, group: Members) -> Steps:
+        """From the first member to those that waited, who do not know yet what they get."""
+        held = self._held
+        if group.rank == 0:
+            if held.plain is not None and not self._coder.exact_grid:
+                self._settle()
+            message = _describe(held)
+            yield from self._swap(where, [message] * group.size)
+            return
+        received = yield from self._swap(where, [None] * group.size)
+        _understand(held, _present(received[0]), group.ranks[0], self._coder)
+
+    def _ring(self, step: Step, device: str) -> Steps:
+        """Partial sums go round: each member adds its own values to what the one before sent, and codes them again."""
+        held, group = self._held, self._groups[step.where]
+        if held.plain is None:  # all members wait for a broadcast in another group
+            held.summed *= group.size
+            return
+        held.splits.append(_Split(step.where, held.layout, gathered=False))
+        leaves, own = deal(held.layout, group.size), held.plain
+        mine, before = group.rank, (group.rank - 1) % group.size
+        after = (group.rank + 1) % group.size
+        total = _select(own, held.layout, leaves[mine])
+        if group.size > 1:
+            start = leaves[before]
+            blob = self._coder.encode(start, _select(own, held.layout, start), self._how(device, held.summed))
+            for hop in range(group.size - 1):
+                send: list[torch.Tensor | None] = [None] * group.size
+                send[after] = blob.data
+                received = yield from self._swap(step.where, send, neighbours=True)
+                leaf = leaves[(before - 1 - hop) % group.size]
+                arrived = Blob(_present(received[before]), group.ranks[before])
+                values = _select(own, held.layout, leaf)
+                how = How(device, held.encodes, held.summed * (2 + hop), held.shift or 0)
+                if hop < group.size - 2:
+                    blob = self._coder.hop(leaf, arrived, values, how)
+                else:
+                    total = wide(values).clone()
+                    self._coder.decode(leaf, arrived, how, _views(total, leaf, leaf), add=True)
+            held.encodes += 1
+        held.layout, held.plain = leaves[mine], total
+        held.summed *= group.size
+        self._encode([], device)
+
+    def _sum(self, received: Sequence[torch.Tensor | None], kind: torch.dtype) -> torch.Tensor:
+        home = self._coder.home
+        total = wide(_present(received[0]).view(kind).to(home))
+        total = total.clone() if total.dtype == kind else total
+        for part in received[1:]:
+            total += _present(part).view(kind).to(home)
+        return total
+
+
+_Swap = Generator[Exchange | AllReduce, Received, "list[torch.Tensor | None]"]
+
+
+# --- Stretches of flat values ----------------------------------------------------------------------------------------
+
+
+def _views(flat: torch.Tensor, layout: Layout, leaf: Layout) -> list[torch.Tensor]:
+    """Where the pieces of `leaf` lie in the flat values of `layout`."""
+    views, offset = [], 0
+    for whole, part in zip(layout, leaf):
+        start = offset + part.start - whole.start
+        views.append(flat[start : start + part.numel])
+        offset += whole.numel
+    return views
+
+
+def _subviews(targets: Sequence[torch.Tensor], layout: Layout, leaf: Layout) -> list[torch.Tensor]:
+    return [t[p.start - w.start : p.stop - w.start] for t, w, p in zip(targets, layout, leaf)]
+
+
+def _select(flat: torch.Tensor, layout: Layout, leaf: Layout) -> torch.Tensor:
+    """The values of `leaf` out of those of `layout`; a view where they lie together."""
+    views = _views(flat, layout, leaf)
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def _cut(flat: torch.Tensor, leaf: Layout) -> list[torch.Tensor]:
+    return _views(flat, leaf, leaf)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+# --- Blobs on the wire: a table of what follows, then the blobs ----------------------------------------------------
+
+
+def _pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:
+    blobs = [blob.data for contribution in contributions for blob in contribution]
+    width = len(contributions[0]) if contributions else 0
+    table = [len(contributions), width, len(numbers), *numbers, *(blob.numel() for blob in blobs)]
+    head = torch.tensor([len(table), *table]).view(torch.uint8)
+    home = blobs[0].device if blobs else head.device
+    if len(blobs) == 1 and head.numel() == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
+        whole[:HEAD_ROOM] = head.to(home)
+        return whole
+    return torch.cat([head.to(home), *blobs])
+
+
+def _unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
+    return [] if payload is None else _unpack_numbered(payload, source)[0]
+
+
+def _unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
+    length = int(payload[:8].view(torch.int64))
+    at = 8 * (length + 1)
+    count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
+    blobs = []
+    for size in rest[extra:]:
+        blobs.append(Blob(payload[at : at + size], source))
+        at += size
+    return [blobs[i * width : (i + 1) * width] for i in range(count)], rest[:extra]
+
+
+def _all_contributions(received: Sequence[torch.Tensor | None], group: Members) -> list[list[Blob]]:
+    return [c for source, part in zip(group.ranks, received) for c in _unpack(part, source)]
+
+
+_PLAIN_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _describe(held: _Held) -> torch.Tensor:
+    """What a broadcast hands on: plain values or coded ones, and what is known of them."""
+    if held.plain is not None:
+        kind = _PLAIN_KINDS.index(held.plain.dtype)
+        return _pack([[Blob(_bytes(held.plain))]], 0, held.mean, kind)
+    coded = _coded(held)
+    layout = [x for leaf in coded.leaves for piece in leaf for x in piece]
+    return _pack(coded.contributions, 1, *coded.how[1:], *layout)
+
+
+def _understand(held: _Held, message: torch.Tensor, source: int, coder: Coder) -> None:
+    contributions, (is_coded, *rest) = _unpack_numbered(message, source)
+    if not is_coded:
+        values, (mean, kind) = contributions[0][0].data, rest
+        held.plain, held.mean = values.clone().view(_PLAIN_KINDS[kind]).to(coder.home), bool(mean)
+        return
+    number, summed, shift, mean, *layout = rest
+    pieces = [Piece(*layout[i : i + 3]) for i in range(0, len(layout), 3)]
+    each = len(held.layout)
+    leaves = [tuple(pieces[i : i + each]) for i in range(0, len(pieces), each)]
+    held.coded = _Coded(leaves, contributions, How("", number, summed, shift, bool(mean)))
+    held.shift = shift
+
+
+def _present(part: torch.Tensor | None) -> torch.Tensor:
+    assert part is not None
+    return part
+
+
+def _coded(held: _Held) -> _Coded:
+    assert held.coded is not None
+    return held.coded

@@ -1,0 +1,152 @@
+"""Bytes between ranks over Gloo, from rank to rank.
+
+Messages are matched by tags, so it does not matter in which order threads issue them. Sizes are known before: a message
+that is longer than the buffer it is received into ends the process. Rows of numbers and data have connections of their
+own, so that a row never waits behind megabytes.
+
+A wait for a peer cannot be interrupted, except by closing the connection: `abort` does so, and every wait of this
+process, and soon those of its peers, end with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Broken(Exception):
+    """A connection to a peer broke or timed out."""
+
+    def __init__(self, rank: int | None, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.rank = rank
+
+
+class Pending:
+    """Messages under way. Their tensors are kept until they have arrived: a dropped one would be lost."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[int | None, dist.Work, torch.Tensor]] = []
+
+    def add(self, rank: int | None, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._works.append((rank, work, tensor))
+
+    def wait(self) -> None:
+        for rank, work, _ in self._works:
+            try:
+                work.wait()
+            except RuntimeError as cause:
+                raise Broken(rank, cause) from cause
+
+
+class Gloo:
+    """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
+
+    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
+        self.rank, self.world = rank, world
+        self._sockets: set[tuple[int, str]] = set()
+        self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
+        for name in ("rows", "data", "sums") if world > 1 else ():
+            make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
+            self._groups[name] = self._watched(make)
+
+    def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> Rows:
+        """Starts to send a row of numbers to some ranks and to receive one of the same length from others."""
+        rows = Rows()
+        for rank in of:
+            rows.received[rank] = torch.empty_like(row)
+        self._issue(rows, "rows", [(rank, row) for rank in to], list(rows.received.items()), tag)
+        return rows
+
+    def send(
+        self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
+    ) -> Pending:
+        """Starts to send bytes to ranks, and to receive from others into buffers of exactly the right size."""
+        pending = Pending()
+        self._issue(pending, "data", parts, into, tag)
+        return pending
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """torch's own sum, in its own order. To be called from one thread, in the same order on all ranks."""
+        pending = Pending()
+        try:
+            pending.add(None, self._group("sums").allreduce([tensor]), tensor)
+        except RuntimeError as cause:
+            raise Broken(None, cause) from cause
+        return pending
+
+    def _issue(
+        self,
+        pending: Pending,
+        name: str,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        into: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> None:
+        if not parts and not into:
+            return
+        group, rank = self._group(name), None
+        try:
+            for rank, buffer in into:
+                pending.add(rank, group.recv([buffer], rank, tag), buffer)
+            for rank, data in parts:
+                pending.add(rank, group.send([data], rank, tag), data)
+        except RuntimeError as cause:
+            raise Broken(rank, cause) from cause
+
+    def abort(self) -> None:
+        """Breaks all connections, so that nobody waits on them any more."""
+        for number, identity in self._sockets:
+            with contextlib.suppress(OSError):
+                if os.readlink(_DESCRIPTORS / str(number)) != identity:
+                    continue  # closed, and its number is in use for something else
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # not for the one that listens, which Gloo would not survive
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Drops the connections; nothing may be under way."""
+        self._groups.clear()
+        self._sockets.clear()
+
+    def _group(self, name: str) -> Any:
+        try:
+            return self._groups[name]
+        except KeyError:
+            raise Broken(None, RuntimeError("the connections are closed")) from None
+
+    def _watched(self, make: Callable[[], Any]) -> Any:
+        before = _sockets()
+        made = make()
+        self._sockets |= _sockets() - before
+        return made
+
+
+class Rows(Pending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[int, torch.Tensor] = {}
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """This process's sockets: their numbers and what they are."""
+    found = set()
+    with contextlib.suppress(OSError):  # not on Linux: then waits end with their timeout, or with the process
+        for entry in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                target = os.readlink(_DESCRIPTORS / entry)
+                if target.startswith("socket:"):
+                    found.add((int(entry), target))
+    return found

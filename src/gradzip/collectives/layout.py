@@ -1,0 +1,69 @@
+"""What a rank holds of a message: stretches of its tensors, and how they are dealt out and cut up.
+
+Every tensor is dealt out by itself: rank i of n gets the i-th of n nearly equal parts of each. So which rank adds up a
+value, and in which order, follows from the tensor alone and not from the message that it travels in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """The values from `start` to `stop` of one of the message's tensors."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+Layout = tuple[Piece, ...]
+
+# Values that each rank of a group gets of one chunk. Large enough that code tables and latency do not show, small
+# enough that coding one chunk overlaps with sending another.
+PART = 1 << 18
+
+
+def numel(layout: Layout) -> int:
+    return sum(piece.numel for piece in layout)
+
+
+def parts(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """A stretch in `count` nearly equal parts, some of them empty where there are fewer values than parts."""
+    size = stop - start
+    return list(itertools.pairwise(start + size * i // count for i in range(count + 1)))
+
+
+def deal(layout: Layout, count: int) -> list[Layout]:
+    """What each of `count` ranks gets: its part of every piece."""
+    cut = [[Piece(piece.tensor, a, b) for a, b in parts(piece.start, piece.stop, count)] for piece in layout]
+    return [tuple(piece[i] for piece in cut) for i in range(count)]
+
+
+def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -> list[Layout]:
+    """Tensors of these sizes as chunks that go through the pipeline one after the other.
+
+    A function of its arguments alone. Small tensors share a chunk; large ones are cut where the codec treats every
+    value by itself (`cuttable`), so that the cut changes nothing.
+    """
+    target = part * max(ranks, 1)
+    result: list[Layout] = []
+    open_chunk: list[Piece] = []
+    for number, size in enumerate(sizes):
+        if cuttable and size > target:
+            count = round(size / target)
+            result += [(Piece(number, a, b),) for a, b in parts(0, size, count)]
+            continue
+        open_chunk.append(Piece(number, 0, size))
+        if sum(piece.numel for piece in open_chunk) >= target:
+            result.append(tuple(open_chunk))
+            open_chunk = []
+    if open_chunk:
+        result.append(tuple(open_chunk))
+    return result

@@ -1,0 +1,334 @@
+"""Messages: gradients that travel together, and the jobs that they become.
+
+    a route         cut into chunks, each carried out step by step (executor.py); names are in routes.NAMED
+    allreduce       plain values are added in the order of ranks; the numbers inside summable frames likewise;
+                    those of `cast` by one all-reduce of torch's, in 16 bits
+    factors         for codecs of several rounds: the codec asks for one average after the other
+
+Every way ends with the same bits on all ranks, and every encode that loses something leaves a residual in Memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..codecs import Codec, Context
+from ..codecs.base import wide
+from ..codecs.baseline import Cast, Identity
+from ..errors import Unsupported, nearest
+from ..feedback import Memory
+from ..routes import NAMED, Route
+from .channel import Channel
+from .coder import TensorCoder, cuttable, flatten, unflatten
+from .executor import AllReduce, Blob, Exchange, Executor, How, Steps
+from .layout import Layout, Piece, chunks
+from .pipeline import Job
+
+FACTORS, ALLREDUCE = "factors", "allreduce"
+NAMES = (*NAMED, FACTORS)
+
+
+@dataclass(eq=False)
+class Message:
+    """Gradients of one type that travel together by one route; each is replaced by its mean over all ranks."""
+
+    codec: Codec
+    route: str
+    tensors: list[torch.Tensor]
+    contexts: list[Context]  # one for each tensor
+    memory: Memory
+    scale: float = 1.0  # the loss scale that the gradients carry
+    policy: str = ""  # what the whole step does, so that a difference shows at its first message
+    ready: torch.cuda.Event | None = None  # when the gradients are there
+    must_be_lossless: Callable[[], bool] | None = None  # asked before the first encode in near or paper mode; may wait
+
+    def describe(self) -> str:
+        """What all ranks must agree on."""
+        layout = [f"{ctx.name}{tuple(t.shape)}{t.dtype}" for ctx, t in zip(self.contexts, self.tensors)]
+        first = self.contexts[0]
+        digest = hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
+        return (
+            f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(layout) - 1} more "
+            f"(layout {digest}; {self.policy})"
+        )
+
+
+@dataclass
+class Outcome:
+    """What came of a message, on this rank."""
+
+    finite: bool = True  # the gradients of all ranks were
+    error: BaseException | None = None
+    bytes_sent: int = 0
+    collectives: int = 0  # that a textbook would count
+    coding: float = 0.0  # seconds
+    waiting: float = 0.0
+
+    def add(self, other: Outcome) -> None:
+        self.finite &= other.finite
+        self.error = self.error or other.error
+        self.bytes_sent += other.bytes_sent
+        self.collectives += other.collectives
+        self.coding += other.coding
+        self.waiting += other.waiting
+
+
+def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall") -> str:
+    """The route that a codec takes; Unsupported if the wanted one does not exist or does not fit.
+
+    `default` is where frames go that are neither factors, nor summable, nor sparse: it depends on the hosts.
+    """
+    if wanted is None:
+        return _usual(codec, default)
+    if (wanted == FACTORS) != (codec.rounds > 1):
+        raise Unsupported(f"{codec} cannot go by {wanted!r}: 'factors' is for codecs of several rounds alone")
+    if wanted == FACTORS:
+        return wanted
+    if wanted not in NAMES and ">" not in wanted and "." not in wanted:
+        raise Unsupported(f"unknown route {wanted!r}{nearest(wanted, NAMES)}; there are {', '.join(NAMES)}, or steps")
+    route = Route.parse(wanted)
+    if not route.compresses and not (codec.summable and wanted == ALLREDUCE) and not isinstance(codec, Identity):
+        raise Unsupported(f"frames of {codec} cannot be added up, and {wanted!r} codes nothing: send it by 'alltoall'")
+    return wanted
+
+
+def _usual(codec: Codec, default: str) -> str:
+    if codec.rounds > 1:
+        return FACTORS
+    if isinstance(codec, Cast):
+        return default  # so that sums are formed in float32
+    if codec.summable:
+        return ALLREDUCE
+    return default if cuttable(codec) else "allgather"
+
+
+def submit(message: Message, channel: Channel, done: Callable[[Outcome], None]) -> None:
+    """Sends a message on its way; `done` is called once, on one of the channel's threads."""
+    jobs = list(_jobs(message, channel))
+    gathering = _Gathering(len(jobs), done)
+    for job, outcome in jobs:
+        job.done = gathering.one_done(outcome)
+    for job, _ in jobs:
+        channel.pipeline.submit(job)
+
+
+class _Gathering:
+    """Waits for all jobs of a message."""
+
+    def __init__(self, count: int, done: Callable[[Outcome], None]) -> None:
+        self._left, self._done, self._lock, self._total = count, done, threading.Lock(), Outcome()
+
+    def one_done(self, outcome: Outcome) -> Callable[[Job, BaseException | None], None]:
+        def ended(job: Job, error: BaseException | None) -> None:
+            outcome.error, outcome.bytes_sent = error, job.bytes_sent
+            outcome.coding, outcome.waiting = job.coding, job.waiting
+            with self._lock:
+                self._total.add(outcome)
+                self._left -= 1
+                last = self._left == 0
+            if last:
+                self._done(self._total)
+
+        return ended
+
+
+def _unset(job: Job, error: BaseException | None) -> None:
+    raise AssertionError("a job without an end")
+
+
+def _jobs(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+    what = message.describe()
+    if message.route == FACTORS:
+        return [_one_job(what, message, channel, _factors)]
+    if message.route == ALLREDUCE and not isinstance(message.codec, Identity):
+        return [_one_job(what, message, channel, _sum16 if isinstance(message.codec, Cast) else _addends)]
+    return _chunk_jobs(what, message, channel)
+
+
+def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+    route = Route.parse(message.route)
+    channel.topology.check(route)
+    coder = TensorCoder(
+        message.codec, message.tensors, message.contexts, message.memory, channel.buffers, message.scale, channel.world
+    )
+    sizes = [t.numel() for t in message.tensors]
+    layouts = chunks(sizes, channel.world, cuttable(message.codec) or not route.compresses)
+    left = len(layouts)
+    lock = threading.Lock()
+
+    def run(job: Job, outcome: Outcome, layout: Layout, first: bool) -> Steps:
+        nonlocal left
+        if first:
+            _wait_for(message.ready)
+            gate = message.must_be_lossless
+            coder.prepare(lossless=coder.needs_floors and gate is not None and gate())
+        executor = Executor(route, layout, coder.for_chunk(job.taken), channel.groups, channel.world)
+        yield from executor.steps()
+        outcome.finite = executor.finite
+        outcome.collectives = int(first)
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            coder.finish()
+
+    jobs = []
+    for number, layout in enumerate(layouts):
+        job, outcome = Job(f"chunk {number + 1} of {len(layouts)} of {what}", _nothing(), _unset), Outcome()
+        job.steps = run(job, outcome, layout, first=number == 0)
+        jobs.append((job, outcome))
+    return jobs
+
+
+def _nothing() -> Steps:
+    yield from ()
+
+
+_Way = Callable[[Message, Channel, Job, Outcome], Steps]
+
+
+def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[Job, Outcome]:
+    job, outcome = Job(what, _nothing(), _unset), Outcome()
+    job.steps = way(message, channel, job, outcome)
+    return job, outcome
+
+
+def _sum16(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+    """`cast` by allreduce: torch's own sum, in 16 bits."""
+    _wait_for(message.ready)
+    frames, outcome.finite = _encoded(message)
+    flat = torch.cat([message.codec.addends(frame) for frame in frames])
+    flat.mul_(1 / channel.world)  # before, or fp16 overflows
+    received = yield AllReduce(flat, outcome.finite)
+    _summed(message, frames, flat, outcome, received.finite)
+
+
+def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+    """The numbers inside summable frames are averaged, then decoded once."""
+    _wait_for(message.ready)
+    frames, finite = _encoded(message)
+    flat = torch.cat([message.codec.addends(frame) for frame in frames])
+    plain = _Plain(flat, finite)
+    executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world)
+    yield from executor.steps()
+    _summed(message, frames, flat, outcome, executor.finite)
+
+
+def _encoded(message: Message) -> tuple[list[torch.Tensor], bool]:
+    """A frame for each tensor, what was lost before included; what is lost now goes to memory."""
+    frames, finite = [], True
+    for tensor, ctx in zip(message.tensors, message.contexts):
+        finite &= bool(tensor.isfinite().all())
+        x = message.memory.compensated(ctx.name, tensor, message.scale)
+        frame = message.codec.encode(flatten(x, tensor).to(tensor.dtype), ctx)
+        residual = None
+        if message.codec.error_memory is not None:
+            residual = wide(x) - unflatten(message.codec.decode(frame, ctx), tensor)
+        message.memory.lost(ctx.name, residual, message.scale)
+        frames.append(frame)
+    return frames, finite
+
+
+def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, outcome: Outcome, finite: bool) -> None:
+    """Puts the mean of the numbers into the frames, and decodes them."""
+    own = [message.codec.addends(frame) for frame in frames]
+    for numbers, mean in zip(own, flat.split_with_sizes([a.numel() for a in own])):
+        numbers.copy_(mean)
+    for tensor, ctx, frame in zip(message.tensors, message.contexts, frames):
+        tensor.copy_(unflatten(message.codec.decode(frame, ctx), tensor))
+    outcome.finite, outcome.collectives = finite, 1
+
+
+def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+    """The codec calls for averages and waits for them; other messages go on in other stages."""
+    _wait_for(message.ready)
+    names = [ctx.name for ctx in message.contexts]
+    inputs = [message.memory.compensated(n, t, message.scale) for n, t in zip(names, message.tensors)]
+    outcome.finite = all(bool(t.isfinite().all()) for t in message.tensors)
+
+    def average(flat: torch.Tensor) -> None:
+        plain = _Plain(flat.view(-1), outcome.finite)
+        executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world)
+        steps, received = executor.steps(), None
+        while True:
+            try:
+                wanted: Exchange | AllReduce = steps.send(received)  # type: ignore[arg-type]
+            except StopIteration:
+                break
+            received = channel.pipeline.exchange(job, wanted)
+        outcome.finite = executor.finite
+        outcome.collectives += 1
+
+    for name, tensor, result in zip(names, message.tensors, message.codec.reduce(inputs, message.contexts, average)):
+        message.memory.lost(name, result.residual, message.scale)
+        tensor.copy_(result.mean)
+    yield from ()
+
+
+def average_plainly(
+    buffer: torch.Tensor,
+    what: str,
+    channel: Channel,
+    done: Callable[[Outcome], None],
+    ready: torch.cuda.Event | None = None,
+) -> None:
+    """What DDP does without a hook, to the bit: divided first, then one sum of torch's."""
+
+    def run(job: Job, outcome: Outcome) -> Steps:
+        _wait_for(ready)
+        yield AllReduce(buffer.mul_(1 / channel.world), True)
+        outcome.collectives = 1
+
+    single(what, run, channel, done)
+
+
+def single(what: str, run: Callable[[Job, Outcome], Steps], channel: Channel, done: Callable[[Outcome], None]) -> None:
+    """Sends a job of one's own on its way, among the messages."""
+    outcome = Outcome()
+    job = Job(what, _nothing(), _Gathering(1, done).one_done(outcome))
+    job.steps = run(job, outcome)
+    channel.pipeline.submit(job)
+
+
+def _wait_for(ready: torch.cuda.Event | None) -> None:
+    if ready is not None:
+        torch.cuda.current_stream().wait_event(ready)
+
+
+class _Plain:
+    """A flat tensor without any coding, replaced by its mean."""
+
+    exact_grid = False
+
+    def __init__(self, flat: torch.Tensor, finite: bool) -> None:
+        self._flat, self._finite = flat, finite
+        self.dtype, self.home = flat.dtype, flat.device
+        self.layout: Layout = (Piece(0, 0, flat.numel()),)
+
+    def finite(self, layout: Layout) -> bool:
+        return self._finite
+
+    def load(self, layout: Layout) -> torch.Tensor:
+        (piece,) = layout
+        return self._flat[piece.start : piece.stop]
+
+    def store(self, layout: Layout, mean: torch.Tensor) -> None:
+        (piece,) = layout
+        self._flat[piece.start : piece.stop].copy_(mean)
+
+    def targets(self, layout: Layout) -> None:
+        return None
+
+    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        raise AssertionError("plain values are not coded")
+
+    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+        raise AssertionError("plain values are not coded")
+
+    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+        raise AssertionError("plain values are not coded")
