@@ -1,8 +1,8 @@
 // The planner's timeline (src/gradzip/planner/timeline.py is the reference and explains the rules), made for the inner
 // loop of a search: the same plan again and again with one unit changed.
 //
-// Every unit has a class (its sizes); every class has the durations of every option's tasks. Options that provably
-// cannot beat the best one so far are not simulated: see `bounds`.
+// Every unit has a class (its sizes); every class has the durations of every option's tasks.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -30,6 +30,13 @@ struct Queue {
     bool empty() const { return head == items.size(); }
 };
 
+struct Event {
+    double start, end;
+    int32_t unit;
+    int16_t step;
+    uint8_t resources;
+};
+
 struct Running {
     double end;
     int32_t unit;
@@ -41,7 +48,7 @@ class Simulator {
   public:
     explicit Simulator(const gz_plan_problem& problem) : p(problem), step_of(problem.units), asked(problem.units) {
         rounds.assign((size_t)p.options * p.stride, -1);
-        round_count.assign(p.options, 0);
+        round_count.assign(p.options + 1, 0);  // one more: nothing at all
         for (int32_t o = 0; o < p.options; o++)
             for (int s = 0; s < p.counts[o]; s++)
                 if (p.resources[(int64_t)o * p.stride + s] & kLinks)
@@ -49,8 +56,10 @@ class Simulator {
         issued.resize(p.stride + 1);
     }
 
-    // The end of the last task; `limit` ends a simulation that can only come out worse. Optional: when tasks start.
-    double run(const int32_t* plan, double limit, double* starts) {
+    // The end of the last task; `limit` ends a simulation that can only come out worse. Events come in order of start.
+    double run(const int32_t* plan, double limit, std::vector<Event>* events = nullptr) {
+        log = events;
+        if (log) log->clear();
         for (auto& queue : queues) queue.clear();
         running_count = 0;
         busy = 0;
@@ -63,7 +72,7 @@ class Simulator {
         }
         std::memset(issued.data(), 0, issued.size() * sizeof issued[0]);
         double end = 0.0;
-        dispatch(plan, 0.0, starts);
+        dispatch(plan, 0.0);
         while (running_count) {
             double now = running[0].end;
             for (int i = 1; i < running_count; i++)
@@ -83,7 +92,7 @@ class Simulator {
             }
             release(plan);
             enqueue(plan);
-            dispatch(plan, now, starts);
+            dispatch(plan, now);
         }
         return end;
     }
@@ -100,6 +109,7 @@ class Simulator {
     std::vector<int16_t> step_of, asked, rounds;
     std::vector<int> round_count;
     std::vector<int32_t> issued, arrivals;
+    std::vector<Event>* log = nullptr;
 
     uint8_t mask(int32_t option, int step) const { return p.resources[(int64_t)option * p.stride + step]; }
 
@@ -110,7 +120,7 @@ class Simulator {
         }
         const int32_t option = plan[done.unit];
         const int step = done.step + 1;
-        if (step == p.counts[option]) return;
+        if (option == p.options || step == p.counts[option]) return;
         step_of[done.unit] = (int16_t)step;
         if (mask(option, step) & kLinks)
             asked[done.unit] = (int16_t)step;
@@ -141,10 +151,11 @@ class Simulator {
 
     void start(double now, int32_t unit, int step, uint8_t resources, double seconds) {
         running[running_count++] = {now + seconds, unit, (int16_t)step, resources};
+        if (log) log->push_back({now, now + seconds, unit, (int16_t)step, resources});
         busy |= resources;
     }
 
-    void dispatch(const int32_t* plan, double now, double* starts) {
+    void dispatch(const int32_t* plan, double now) {
         for (int r = 0; r < kResources; r++) {
             if (busy >> r & 1 || queues[r].empty()) continue;
             const int32_t unit = queues[r].items[queues[r].head];
@@ -157,50 +168,80 @@ class Simulator {
             if (!first) continue;
             for (int q = 0; q < kResources; q++)
                 if (wanted >> q & 1) queues[q].head++;
-            if (starts) starts[(int64_t)unit * (p.stride + 1) + step + 1] = now;
             start(now, unit, step, wanted, duration(p, unit, plan[unit], step));
         }
         if (!computing && computed < p.units && !(busy >> kGpu & 1) && queues[kGpu].empty()) {
             computing = true;
-            if (starts) starts[(int64_t)computed * (p.stride + 1)] = now;
             start(now, computed, -1, 1 << kGpu, p.backward[computed]);
         }
     }
 };
 
-// Least times: what units k and later do on a resource cannot begin before unit k is computed. bounds[r] is the largest
-// such sum over k <= unit, without the tasks of `unit` itself, so that adding an option's work gives its bound.
-void bounds(const gz_plan_problem& p, const double* work, const int32_t* plan, int32_t unit, double* result) {
-    std::vector<double> ready(p.units);
-    double total = 0.0;
-    for (int32_t u = 0; u < p.units; u++) ready[u] = total += p.backward[u];
-    double after[kResources] = {};
-    for (int r = 0; r < kResources; r++) result[r] = 0.0;
-    for (int32_t k = p.units - 1; k >= 0; k--) {
-        const double* own = work + ((int64_t)p.classes[k] * p.options + plan[k]) * kResources;
-        for (int r = 0; r < kResources; r++) {
-            if (k != unit) after[r] += own[r];
-            if (k <= unit && r != kGpu && ready[k] + after[r] > result[r]) result[r] = ready[k] + after[r];
+// Screening: the likely time of a plan when one unit takes another option, from the longest paths of the plan as it is.
+// Exact as long as nothing changes its order; good enough to say which options are worth a simulation.
+class Screen {
+  public:
+    Screen(const gz_plan_problem& p, const std::vector<Event>& events, int32_t unit) {
+        double next[kResources] = {};  // the longest path from the next event on a resource to the end
+        double last[kResources] = {};
+        double free_at[kResources];    // when a resource that the unit does not use is done with what it does
+        bool used[kResources] = {};
+        std::vector<double> following(p.units, 0.0);
+        for (const Event& e : events)
+            if (e.unit == unit && e.step < 0) ready = e.end;
+        for (int r = 0; r < kResources; r++) free_at[r] = ready;
+        for (size_t i = events.size(); i-- > 0;) {
+            const Event& e = events[i];
+            double after = following[e.unit];
+            for (int r = 0; r < kResources; r++)
+                if (e.resources >> r & 1 && next[r] > after) after = next[r];
+            const double whole = e.end - e.start + after;
+            for (int r = 0; r < kResources; r++) {
+                if (!(e.resources >> r & 1)) continue;
+                if (e.unit == unit && e.step >= 0) {
+                    if (!used[r]) last[r] = next[r];
+                    used[r] = true;
+                    path[r] = e.start + last[r];  // events come last to first: the first use counts in the end
+                } else if (!used[r] && e.start >= ready) {
+                    path[r] = e.start + whole;  // a new task would push back all that follows
+                } else if (e.end > free_at[r]) {
+                    free_at[r] = e.end;
+                }
+                next[r] = whole;
+            }
+            following[e.unit] = whole;
         }
+        for (int r = 0; r < kResources; r++)
+            if (path[r] == 0.0) path[r] = free_at[r];
     }
-    result[kGpu] = total + after[kGpu];
-}
 
-// The work of every class and option on every resource, then how long its tasks take one after the other.
+    double estimate(const double* work) const {
+        double time = ready + work[kResources];
+        for (int r = 0; r < kResources; r++)
+            if (work[r] > 0 && path[r] + work[r] > time) time = path[r] + work[r];
+        return time;
+    }
+
+  private:
+    double ready = 0.0;
+    double path[kResources] = {};  // the longest path through a unit's use of a resource, without that use itself
+};
+
+// The work of every class and option on every resource; the last column is how long its tasks take together.
 std::vector<double> works(const gz_plan_problem& p) {
-    std::vector<double> work((size_t)p.class_count * p.options * kResources);
+    std::vector<double> work((size_t)p.class_count * p.options * (kResources + 1));
     for (int64_t row = 0; row < (int64_t)p.class_count * p.options; row++) {
         const int64_t option = row % p.options;
-        for (int s = 0; s < p.counts[option]; s++)
+        double* own = work.data() + row * (kResources + 1);
+        for (int s = 0; s < p.counts[option]; s++) {
+            const double seconds = p.seconds[row * p.stride + s];
             for (int r = 0; r < kResources; r++)
-                if (p.resources[option * p.stride + s] >> r & 1)
-                    work[row * kResources + r] += p.seconds[row * p.stride + s];
+                if (p.resources[option * p.stride + s] >> r & 1) own[r] += seconds;
+            own[kResources] += seconds;
+        }
     }
     return work;
 }
-
-// Sums in another order than the simulation's may come out higher by some units in the last place.
-constexpr double kSlack = 1.0 - 1e-9;
 
 }  // namespace
 
@@ -209,6 +250,8 @@ struct gz_planner {
     Simulator simulator;
     std::vector<double> work;
     std::vector<int32_t> plan;
+    std::vector<Event> events;
+    std::vector<std::pair<double, int32_t>> likely;
     explicit gz_planner(const gz_plan_problem& p) : problem(p), simulator(problem), work(works(p)), plan(p.units) {}
 };
 
@@ -219,29 +262,44 @@ GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem) { return new gz_
 GZ_API void gz_plan_close(gz_planner* planner) { delete planner; }
 
 GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* starts) {
-    return planner->simulator.run(plan, kNever, starts);
+    if (!starts) return planner->simulator.run(plan, kNever);
+    const double time = planner->simulator.run(plan, kNever, &planner->events);
+    for (const Event& e : planner->events)
+        starts[(int64_t)e.unit * (planner->problem.stride + 1) + e.step + 1] = e.start;
+    return time;
 }
 
 GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t unit, const int32_t* tried, int32_t count,
-                            double* time) {
+                            int32_t simulated, double worth, double* time) {
     const gz_plan_problem& p = planner->problem;
-    double least[kResources];
-    bounds(p, planner->work.data(), plan, unit, least);
     std::vector<int32_t>& changed = planner->plan;
     changed.assign(plan, plan + p.units);
+    auto& likely = planner->likely;
+    likely.clear();
+    if (simulated < count) {
+        changed[unit] = p.options;
+        const double without = planner->simulator.run(changed.data(), kNever);
+        if (*time - without <= worth) return plan[unit];  // whatever it does, nothing is gained
+        planner->simulator.run(plan, kNever, &planner->events);
+        const Screen screen(p, planner->events, unit);
+        for (int32_t i = 0; i < count; i++) {
+            const int64_t row = (int64_t)p.classes[unit] * p.options + tried[i];
+            const double estimate = screen.estimate(planner->work.data() + row * (kResources + 1));
+            likely.emplace_back(estimate > without ? estimate : without, tried[i]);
+        }
+        std::partial_sort(likely.begin(), likely.begin() + simulated, likely.end());
+        likely.resize(simulated);
+    } else {
+        for (int32_t i = 0; i < count; i++) likely.emplace_back(0.0, tried[i]);
+    }
     int32_t best = plan[unit];
-    for (int32_t i = 0; i < count; i++) {
-        const int32_t option = tried[i];
-        if (option == plan[unit]) continue;
-        const double* own = planner->work.data() + ((int64_t)p.classes[unit] * p.options + option) * kResources;
-        bool hopeless = false;
-        for (int r = 0; r < kResources; r++) hopeless |= (least[r] + own[r]) * kSlack >= *time;
-        if (hopeless) continue;
-        changed[unit] = option;
-        const double found = planner->simulator.run(changed.data(), *time, nullptr);
+    for (const auto& candidate : likely) {
+        if (candidate.second == plan[unit]) continue;
+        changed[unit] = candidate.second;
+        const double found = planner->simulator.run(changed.data(), *time);
         if (found < *time) {
             *time = found;
-            best = option;
+            best = candidate.second;
         }
     }
     return best;
@@ -255,7 +313,7 @@ GZ_API int64_t gz_plan_offload(gz_planner* planner, int32_t* plan, int32_t group
     std::vector<int32_t> counts(groups, 0);
     int64_t tried = 0;
     for (;;) {
-        const double found = planner->simulator.run(changed.data(), *time, nullptr);
+        const double found = planner->simulator.run(changed.data(), *time);
         tried++;
         if (found < *time) {
             *time = found;

@@ -29,9 +29,10 @@ GZ_API void gz_plan_close(gz_planner* planner);
 GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* starts);
 
 // The best of `count` options for one unit, all others as they are. *time is that of the plan as it is, and becomes
-// that of the plan with the option returned.
+// that of the plan with the option returned. With simulated < count only that many, the likeliest, are simulated, and
+// none if the plan without this unit would save no more than `worth` seconds.
 GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t unit, const int32_t* tried, int32_t count,
-                            double* time);
+                            int32_t simulated, double worth, double* time);
 
 // Tries every number of members of every group, the first ones of each, with their other option: members
 // starts[g]..starts[g+1] belong to group g. Leaves the best plan in `plan` and its time in *time; returns how many

@@ -26,6 +26,7 @@ LAYERS = {
     "codecs": 3,
     "sensitivity": 3,
     "feedback": 4,
+    "plan": 4,
     "policy": 4,
     "accordion": 5,
     "collectives": 5,

@@ -136,4 +136,12 @@ def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engines, "load", lambda name: Old)
     with pytest.raises(EngineError, match="build it again"):
-        Evaluator(Tables(np.zeros(1), np.zeros(1, np.int32), np.zeros(1, np.uint8), np.zeros((1, 1), np.uint8), np.zeros((1, 1, 1))))
+        Evaluator(
+            Tables(
+                np.zeros(1),
+                np.zeros(1, np.int32),
+                np.zeros(1, np.uint8),
+                np.zeros((1, 1), np.uint8),
+                np.zeros((1, 1, 1)),
+            )
+        )

@@ -8,9 +8,20 @@ from . import codecs, errors, optim, wire
 from .accordion import Accordion
 from .codecs import Codec, Context, parse
 from .engines.layout import Floor
-from .errors import CodecError, Corrupt, EngineError, GradzipError, GradzipWarning, PeerError, Truncated, Unsupported
+from .errors import (
+    CodecError,
+    Corrupt,
+    EngineError,
+    GradzipError,
+    GradzipWarning,
+    PeerError,
+    PlanError,
+    Truncated,
+    Unsupported,
+)
 from .hooks import Handle, attach
 from .option import Option
+from .plan import Plan
 from .policy import Fixed, Policy, Rules
 from .sensitivity import floors, reaches, rules
 
@@ -60,6 +71,8 @@ __all__ = [
     "Handle",
     "Option",
     "PeerError",
+    "Plan",
+    "PlanError",
     "Policy",
     "Rules",
     "Truncated",

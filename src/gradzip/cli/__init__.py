@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import GradzipError
-from . import bench, codecs, demo, doctor, emulate
+from . import bench, codecs, demo, doctor, emulate, plan
 
-_COMMANDS = (doctor, codecs, bench, emulate, demo)
+_COMMANDS = (doctor, codecs, bench, emulate, plan, demo)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -43,13 +43,15 @@ class Tables:
 def _library() -> ctypes.CDLL:
     library: ctypes.CDLL = engines.load("native")._library
     if not hasattr(library, "gz_plan_open"):
-        raise EngineError("the native library is older than this planner: build it again (`make native` or `make setup`)")
+        raise EngineError(
+            "the native library is older than this planner: build it again (`make native` or `make setup`)"
+        )
     i32, pointer = ctypes.c_int32, ctypes.c_void_p
     for name, result, arguments in (
         ("gz_plan_open", pointer, [pointer]),
         ("gz_plan_close", None, [pointer]),
         ("gz_plan_time", ctypes.c_double, [pointer, pointer, pointer]),
-        ("gz_plan_best", i32, [pointer, pointer, i32, pointer, i32, pointer]),
+        ("gz_plan_best", i32, [pointer, pointer, i32, pointer, i32, i32, ctypes.c_double, pointer]),
         ("gz_plan_offload", ctypes.c_int64, [pointer, pointer, i32, pointer, pointer, pointer, pointer]),
     ):
         function = getattr(library, name)
@@ -85,11 +87,25 @@ class Evaluator:
         self._library.gz_plan_time(self._planner, _address(plan), _address(starts))
         return starts
 
-    def best(self, plan: Plan, unit: int, tried: npt.NDArray[np.int32], time: float) -> tuple[int, float]:
-        """The best option of one unit and the plan's time with it; `time` is that of the plan as it is."""
+    def best(
+        self,
+        plan: Plan,
+        unit: int,
+        tried: npt.NDArray[np.int32],
+        time: float,
+        *,
+        simulated: int | None = None,
+        worth: float = 0.0,
+    ) -> tuple[int, float]:
+        """The best option of one unit and the plan's time with it; `time` is that of the plan as it is.
+
+        With `simulated` all options are estimated and only so many of them, the likeliest, are simulated; none if the
+        plan without this unit would save no more than `worth` seconds.
+        """
         found = ctypes.c_double(time)
+        most = len(tried) if simulated is None else min(simulated, len(tried))
         option = self._library.gz_plan_best(
-            self._planner, _address(plan), unit, _address(tried), len(tried), ctypes.byref(found)
+            self._planner, _address(plan), unit, _address(tried), len(tried), most, worth, ctypes.byref(found)
         )
         return int(option), found.value
 

@@ -44,7 +44,7 @@ class Line:
             return cls(0.0, seconds / size) if size else cls(seconds, 0.0)
         a = b = 0.0
         rows = [(1 / max(t, 1e-12), x / max(t, 1e-12)) for x, t in points]  # a*u + b*v = 1
-        uu, uv, vv = (sum(f(u, v) for u, v in rows) for f in (lambda u, v: u * u, lambda u, v: u * v, lambda u, v: v * v))
+        uu, uv, vv = sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows)
         su, sv = sum(u for u, _ in rows), sum(v for _, v in rows)
         determinant = uu * vv - uv * uv
         if determinant > 1e-12 * uu * vv:
@@ -244,11 +244,12 @@ class Profile:
 def _text(value: object, depth: int = 0) -> str:
     """JSON with one tensor, curve or collective per line: readable, and a change of one shows as one."""
     inner = "\n" + " " * (depth + 1)
-    if isinstance(value, dict) and value and depth < 4 and any(isinstance(v, dict | list) for v in value.values()):
-        if "points" not in value and "shape" not in value:
+    if isinstance(value, dict) and not {"points", "shape"} & set(value):
+        if any(isinstance(item, dict | list) for item in value.values()):
             items = (f"{json.dumps(key)}: {_text(item, depth + 1)}" for key, item in value.items())
             return "{" + inner + f",{inner}".join(items) + inner[:-1] + "}"
-    if isinstance(value, list) and value and isinstance(value[0], dict) and depth < 4:
+        return json.dumps(value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[" + inner + f",{inner}".join(_text(item, depth + 1) for item in value) + inner[:-1] + "]"
     return json.dumps(value)
 

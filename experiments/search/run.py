@@ -1,0 +1,146 @@
+"""How good the search is: against brute force where that is possible, and how long it takes on real models.
+
+python experiments/search/run.py brute      writes brute.csv and offload.csv
+python experiments/search/run.py speed      writes speed.csv; times are those of one core's work
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import random_problem
+
+from gradzip.planner import models
+from gradzip.planner.choices import Limits
+from gradzip.planner.network import Network, Topology
+from gradzip.planner.problem import Problem
+from gradzip.planner.search import algorithm_1, algorithm_2, search
+from gradzip.planner.units import buckets, tensors
+
+HERE = Path(__file__).parent
+CASES = 1000
+# Table 5 of the paper: selection and offloading time in ms, by the same names.
+PUBLISHED_MS = {"vgg16": 18, "resnet101": 209, "ugatit": 96, "bert-base": 169, "gpt2": 117, "lstm": 2}
+
+
+def best_of_all(problem: Problem, options: Iterable[Iterable[int]]) -> float:
+    """The shortest time of all plans: options holds what each unit may take."""
+    plans = itertools.product(*options)
+    return min(problem.evaluator.time(np.array(plan, np.int32)) for plan in plans)
+
+
+def brute_rows(cases: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Whole searches on up to 4 units with up to 4 compressed choices (and their twins) beside the plain ones."""
+    rng = np.random.default_rng(seed)
+    for case in range(cases):
+        units = int(rng.integers(1, 5))
+        problem = random_problem(rng, units, int(rng.integers(1, 5)))
+        found = search(problem, exact=True)
+        quick = search(problem)
+        best = best_of_all(problem, [range(len(problem.choices))] * units)
+        yield {
+            "case": case,
+            "units": units,
+            "choices": len(problem.choices),
+            "best_s": best,
+            "paper_s": found.paper_s,
+            "search_s": found.time_s,
+            "screened_s": quick.time_s,
+        }
+
+
+def offload_rows(cases: int, seed: int = 1) -> Iterator[dict[str, Any]]:
+    """Algorithm 2 against all 2^n choices of devices, on up to 8 units, from what Algorithm 1 found."""
+    rng = np.random.default_rng(seed)
+    case = 0
+    while case < cases:
+        problem = random_problem(rng, int(rng.integers(2, 9)))
+        plan, time_s = algorithm_1(problem)
+        options = [(int(n),) if (other := problem.offloaded[n]) is None else (int(n), other) for n in plan]
+        movable = sum(len(o) > 1 for o in options)
+        if movable == 0:
+            continue
+        _, found = algorithm_2(problem, plan.copy(), time_s)
+        yield {
+            "case": case,
+            "units": len(plan),
+            "movable": movable,
+            "best_s": best_of_all(problem, options),
+            "algorithm_2_s": found,
+        }
+        case += 1
+
+
+def speed_rows() -> Iterator[dict[str, Any]]:
+    for name in models.names():
+        profile = models.load(name)
+        for gbit in (100, 25, 10):
+            for unit, parts in (("tensor", tensors(profile)), ("bucket", buckets(profile))):
+                begin = time.process_time()
+                network = Network(profile, Topology(8, 8, gbit * 1e9))
+                problem = Problem(network, parts, Limits(codecs=("gcomp:keep=7",)))
+                built = time.process_time() - begin
+                begin = time.process_time()
+                plan, first = algorithm_1(problem)
+                first_ms = (time.process_time() - begin) * 1e3
+                begin = time.process_time()
+                algorithm_2(problem, plan, first)
+                second_ms = (time.process_time() - begin) * 1e3
+                begin = time.process_time()
+                found = search(problem)
+                whole_ms = (time.process_time() - begin) * 1e3
+                yield {
+                    "model": name,
+                    "gbit": gbit,
+                    "unit": unit,
+                    "units": len(parts),
+                    "options": problem.primary,
+                    "tables_ms": round(built * 1e3, 1),
+                    "algorithm_1_ms": round(first_ms, 1),
+                    "algorithm_2_ms": round(second_ms, 1),
+                    "whole_search_ms": round(whole_ms, 1),
+                    "published_ms": PUBLISHED_MS.get(name, "") if unit == "tensor" else "",
+                    "plain_ms": problem.step_s(problem.uniform(0)) * 1e3,
+                    "paper_ms": (problem.outside_s + found.paper_s) * 1e3,
+                    "search_ms": (problem.outside_s + found.time_s) * 1e3,
+                }
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = list(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], key: str) -> str:
+    distance = np.array([row[key] / row["best_s"] - 1 for row in rows])
+    equal = int((distance <= 1e-9).sum())
+    largest, mean = 100 * distance.max(), 100 * distance.mean()
+    return f"{key}: equal in {equal} of {len(rows)}, largest distance {largest:.2f} %, mean {mean:.3f} %"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("brute", "speed"))
+    parser.add_argument("--cases", type=int, default=CASES)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.what == "brute":
+        rows = write(HERE / "brute.csv", brute_rows(args.cases))
+        for key in ("paper_s", "search_s", "screened_s"):
+            print(summary(rows, key))
+        print(summary(write(HERE / "offload.csv", offload_rows(args.cases)), "algorithm_2_s"))
+    else:
+        for row in write(HERE / "speed.csv", speed_rows()):
+            print(*(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))

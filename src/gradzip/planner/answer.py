@@ -1,0 +1,223 @@
+"""The answer to "will it help me, how much, with what, and what bandwidth do I need?"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from ..errors import PlanError
+from ..option import Option
+from .baselines import Baseline, baselines
+from .choices import Limits
+from .network import Network, Topology
+from .problem import Problem
+from .profile import Profile
+from .search import Found, search
+from .timeline import CPU, GPU, INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, Timeline
+from .units import DDP_BUCKET, Unit, buckets, tensors
+
+LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
+BUCKETS_MB = (5, 10, 25, 50, 100)
+SLOWEST, FASTEST = 10e6, 3.2e12  # bit/s; where the break-even bandwidth is looked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned: a profile on a cluster, under limits. bucket_bytes None: every tensor for itself."""
+
+    profile: Profile
+    topology: Topology
+    limits: Limits = field(default_factory=Limits)
+    bucket_bytes: int | None = DDP_BUCKET
+
+    def units(self) -> list[Unit]:
+        return tensors(self.profile) if self.bucket_bytes is None else buckets(self.profile, self.bucket_bytes)
+
+    def problem(self) -> Problem:
+        return Problem(Network(self.profile, self.topology), self.units(), self.limits)
+
+
+@dataclass(frozen=True)
+class UnitAnswer:
+    unit: Unit
+    option: Option
+    sent_s: float  # on links
+    coded_s: float
+    alone_s: float  # the step if this unit alone went plain
+    why: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    request: Request
+    problem: Problem
+    found: Found
+    timeline: Timeline
+    step_s: float
+    uncertainty: float  # relative
+    baselines: tuple[Baseline, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def plain_s(self) -> float:
+        """FP32's step."""
+        step_s = self.baselines[0].step_s
+        assert step_s is not None
+        return step_s
+
+    @property
+    def gain(self) -> float:
+        """Of speed over FP32: 0.5 is half as fast again."""
+        return self.plain_s / self.step_s - 1
+
+    @property
+    def pays(self) -> bool:
+        """Compression gains more than the prediction may be off."""
+        return self.gain > max(LEAST_GAIN, self.uncertainty)
+
+    def speedup_over(self, name: str) -> float | None:
+        times = [b.step_s for b in self.baselines if b.name.startswith(name)]
+        return times[0] / self.step_s if times and times[0] is not None else None
+
+    def options(self) -> dict[str, Option]:
+        """The option of every parameter; plain all-reduce for all if compression does not pay."""
+        chosen = self.found.plan if self.pays else self.problem.uniform(0)
+        return {
+            name: self.problem.choices[number].option
+            for unit, number in zip(self.problem.units, chosen)
+            for name in unit.names
+        }
+
+    def explain(self) -> list[UnitAnswer]:
+        """What each unit does and why."""
+        problem, plan = self.problem, self.found.plan
+        links = INTRA_OUT | INTRA_IN | INTER_OUT | INTER_IN
+        rows = []
+        for i, unit in enumerate(problem.units):
+            choice = problem.choices[plan[i]]
+            own = [e for e in self.timeline.events if e.unit == i and e.step >= 0]
+            sent = sum(e.end_s - e.start_s for e in own if e.resources & links)
+            coded = sum(e.end_s - e.start_s for e in own if e.resources & (GPU | CPU))
+            changed = plan.copy()
+            changed[i] = 0
+            alone_s = problem.step_s(changed)
+            saved = alone_s - self.step_s
+            if not choice.compresses:
+                hidden = all(e.end_s <= self.timeline.compute_s for e in own)
+                why = "hidden behind backward" if hidden else "compression would not shorten the step"
+            else:
+                why = f"plain it would cost {saved * 1e3:.1f} ms more" if saved > 0 else "as fast as plain, and smaller"
+            rows.append(UnitAnswer(unit, choice.option, sent, coded, alone_s, why))
+        return rows
+
+
+def answer(request: Request, *, hipress_least: int | None = None) -> Answer:
+    problem = request.problem()
+    found = search(problem)
+    step_s = problem.outside_s + found.time_s
+    more = {} if hipress_least is None else {"hipress_least": hipress_least}
+    compared = baselines(problem.network, problem.units, request.limits, **more)
+    plain_s = compared[0].step_s
+    assert plain_s is not None
+    return Answer(
+        request,
+        problem,
+        found,
+        problem.timeline(found.plan),
+        step_s,
+        problem.uncertainty(found.plan),
+        tuple(compared),
+        tuple(problem.network.assumptions),
+    )
+
+
+def best_bucket(request: Request) -> tuple[int, float]:
+    """The bucket_cap_mb with the shortest step, and that step."""
+    found = []
+    for size in BUCKETS_MB:
+        problem = replace(request, bucket_bytes=size << 20).problem()
+        found.append((problem.outside_s + search(problem).time_s, size))
+    step_s, size = min(found)
+    return size, step_s
+
+
+def break_even(request: Request) -> float | None:
+    """The rate between hosts (inside one, if there is one alone) above which compression gains less than 1 %.
+
+    None: it never pays; infinity: it still pays at the fastest link that is tried.
+    """
+    if request.limits.codecs == ():
+        raise PlanError("there is no break-even without a codec")
+    low, high = math.log(SLOWEST), math.log(FASTEST)
+    if not _pays_at(request, math.exp(low)):
+        return None
+    if _pays_at(request, math.exp(high)):
+        return math.inf
+    while high - low > 0.05:
+        middle = (low + high) / 2
+        if _pays_at(request, math.exp(middle)):
+            low = middle
+        else:
+            high = middle
+    return math.exp(low)
+
+
+def _pays_at(request: Request, rate: float) -> bool:
+    problem = replace(request, topology=_at(request.topology, rate)).problem()
+    plain = problem.step_s(problem.uniform(0))
+    return plain / (problem.outside_s + search(problem).time_s) - 1 > LEAST_GAIN
+
+
+def _at(topology: Topology, rate: float) -> Topology:
+    return replace(topology, intra_bits_per_s=rate) if topology.hosts == 1 else topology.at(rate)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a sweep."""
+
+    hosts: int
+    inter_bits_per_s: float
+    plain_s: float
+    bf16_s: float | None
+    plan_s: float
+    free_s: float
+    compute_s: float
+    compressed_share: float  # of all bytes
+
+    @property
+    def efficiency(self) -> float:
+        """Of the speed that all ranks would have without any exchange."""
+        return self.compute_s / self.plan_s
+
+    @property
+    def plain_efficiency(self) -> float:
+        return self.compute_s / self.plain_s
+
+
+def sweep(request: Request, topologies: list[Topology]) -> list[Point]:
+    """The best plan on each of these clusters."""
+    points = []
+    for topology in topologies:
+        here = replace(request, topology=topology)
+        problem = here.problem()
+        found = search(problem)
+        compared = {b.name: b.step_s for b in baselines(problem.network, problem.units, here.limits)}
+        coded = sum(u.raw_bytes for u, n in zip(problem.units, found.plan) if problem.choices[n].compresses)
+        link = here.profile.links.get("inter")
+        rate = topology.inter_bits_per_s or (link.bits_per_s if link else 0.0)
+        plain_s, free_s = compared["FP32 all-reduce"], compared["free compression (bound)"]
+        assert plain_s is not None and free_s is not None
+        points.append(
+            Point(
+                topology.hosts,
+                rate,
+                plain_s,
+                compared["BF16 all-reduce"],
+                problem.outside_s + found.time_s,
+                free_s,
+                problem.outside_s + problem.network.profile.backward_s,
+                coded / here.profile.size_bytes,
+            )
+        )
+    return points

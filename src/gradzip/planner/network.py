@@ -1,0 +1,186 @@
+"""What collectives cost on a cluster of any shape and rate, from what they cost where they were measured.
+
+A measured line (latency + seconds per byte) is taken apart: its latency by the number of rounds of the collective, its
+slope into the time on the wire, which follows from the link's rate, and the rest, which is work of the hosts and stays
+when the rate changes. Put together again for other sizes of groups and other rates it predicts what was not measured.
+
+Wire bytes are those of the busiest direction of a link, for each byte that a rank puts in. A network card serves all
+ranks of its host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..errors import PlanError
+from .profile import Collective, Link, Profile
+from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT
+
+BITS = 8
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster: hosts, ranks on each, and the rates that its links are called by; None: as in the profile."""
+
+    hosts: int
+    ranks_per_host: int = 1
+    inter_bits_per_s: float | None = None
+    intra_bits_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.ranks_per_host < 1:
+            raise PlanError(
+                f"{self.hosts} hosts with {self.ranks_per_host} ranks each: there must be at least 1 of both"
+            )
+        if self.world < 2:
+            raise PlanError("a single rank has nothing to exchange: plan for at least 2")
+        for name, rate in (("inter", self.inter_bits_per_s), ("intra", self.intra_bits_per_s)):
+            if rate is not None and not 0 < rate < math.inf:
+                raise PlanError(f"a rate of {rate} bit/s for {name}: it must be above 0")
+
+    @classmethod
+    def of(cls, profile: Profile) -> Topology:
+        """The cluster that the profile was measured on."""
+        return cls(profile.hosts, profile.ranks_per_host)
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    def size(self, group: str) -> int:
+        return {"flat": self.world, "intra": self.ranks_per_host, "inter": self.hosts}[group]
+
+    def at(self, inter_bits_per_s: float) -> Topology:
+        return replace(self, inter_bits_per_s=inter_bits_per_s)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One collective: seconds = latency_s + s_per_byte * bytes that each rank puts in."""
+
+    resources: int
+    latency_s: float
+    s_per_byte: float
+    source: str  # what was measured for it
+
+
+@dataclass
+class Network:
+    profile: Profile
+    topology: Topology
+    assumptions: list[str] = field(default_factory=list)  # what had to be taken for granted
+
+    def __post_init__(self) -> None:
+        profile, topology = self.profile, self.topology
+        self._measured = {(c.kind, c.group): c for c in profile.collectives}
+        self._there = _rates(profile.links, Topology.of(profile))
+        self._here = _rates(profile.links, topology)
+        for link, needed in (("inter", topology.hosts > 1), ("intra", topology.ranks_per_host > 1)):
+            if needed and link not in self._here:
+                where = "between hosts" if link == "inter" else "inside a host"
+                raise PlanError(f"the profile knows no link {where}: give its rate with --{link}, for example 100gbit")
+        self._cache: dict[tuple[str, str, int], Cost] = {}
+
+    def cost(self, kind: str, group: str, active: int = 1) -> Cost:
+        """A collective of that kind; `active` ranks of each host take part in groups of their own at the same time."""
+        key = (kind, group, active)
+        if key not in self._cache:
+            self._cache[key] = self._make(kind, group, active)
+        return self._cache[key]
+
+    def _make(self, kind: str, group: str, active: int) -> Cost:
+        transport, topology = self.profile.transport, self.topology
+        measured = self._find(kind, group)
+        line = measured.curve.line
+        there = Topology.of(self.profile)
+        bytes_there = _factor(kind, measured.peers, transport)
+        wire_there = _wire_s(kind, measured.group, there, self._there, transport, there.ranks_per_host)
+        host_s_per_wire_byte = max(0.0, line.s_per_byte - wire_there) / bytes_there
+        round_s = line.latency_s / _rounds(kind, measured.peers, transport)
+        peers = topology.size(group)
+        return Cost(
+            _resources(kind, group, topology, transport),
+            round_s * _rounds(kind, peers, transport),
+            _wire_s(kind, group, topology, self._here, transport, active)
+            + host_s_per_wire_byte * _factor(kind, peers, transport),
+            f"{measured.kind}.{measured.group}",
+        )
+
+    def _find(self, kind: str, group: str) -> Collective:
+        """The measurement that stands for a collective; what is not the same is noted."""
+        nearest = {"flat": ("flat", "inter", "intra"), "inter": ("inter", "flat", "intra")}
+        for candidate in nearest.get(group, ("intra", "flat", "inter")):
+            if (kind, candidate) in self._measured:
+                found = self._measured[kind, candidate]
+                alone = self.profile.ranks_per_host == 1 or self.profile.hosts == 1
+                if candidate != group and not (alone and "flat" in (candidate, group)):
+                    self._assume(f"collectives of the {group} group have the latency of those in the {candidate} group")
+                return found
+        raise PlanError(f"the profile has no measurement of {kind!r}: make one again with `gradzip profile`")
+
+    def _assume(self, text: str) -> None:
+        if text not in self.assumptions:
+            self.assumptions.append(text)
+
+
+def _rates(links: Mapping[str, Link], topology: Topology) -> dict[str, float]:
+    """Bits per second that get through, for each link that there is a rate for."""
+    found = {}
+    for name, wanted in (("inter", topology.inter_bits_per_s), ("intra", topology.intra_bits_per_s)):
+        if wanted is not None:
+            found[name] = wanted * (links[name].efficiency if name in links else 1.0)
+        elif name in links:
+            found[name] = links[name].bits_per_s
+    return found
+
+
+def _rounds(kind: str, peers: int, transport: str) -> int:
+    """Messages that follow each other. NCCL reduces and broadcasts along trees; pairs and rings take one round each."""
+    if transport == "nccl" and kind in ("ar", "red", "bc"):
+        return max(1, math.ceil(math.log2(peers))) * (2 if kind == "ar" else 1)
+    return (peers - 1) * (2 if kind == "ar" else 1)
+
+
+def _factor(kind: str, peers: int, transport: str) -> float:
+    """Bytes that pass the busiest rank in one direction, for each byte that a rank puts in."""
+    if kind == "ar":
+        return 2 * (peers - 1) / peers
+    if kind in ("rs", "a2a"):
+        return (peers - 1) / peers
+    if kind in ("red", "bc") and transport == "nccl":
+        return 1.0  # passed on in a pipeline
+    return peers - 1.0
+
+
+def _wire_s(kind: str, group: str, topology: Topology, rates: dict[str, float], transport: str, active: int) -> float:
+    """Seconds on the slowest link for each byte that a rank puts in."""
+    hosts, local = topology.hosts, topology.ranks_per_host
+    factor = _factor(kind, topology.size(group), transport)
+    if group == "flat" and hosts > 1 and local > 1:
+        if kind == "ar" or (transport == "nccl" and kind != "a2a" and kind != "gat"):
+            inter = intra = factor  # a ring crosses each card once
+        else:
+            away = (topology.world - local) / (topology.world - 1)
+            rooted = kind in ("red", "gat", "bc")
+            inter, intra = factor * away * (1 if rooted else local), factor * (1 - away)
+        return max(inter * BITS / rates["inter"], intra * BITS / rates["intra"])
+    link = "intra" if group == "intra" or hosts == 1 else "inter"
+    return factor * (active if group == "inter" else 1) * BITS / rates[link]
+
+
+def _resources(kind: str, group: str, topology: Topology, transport: str) -> int:
+    """Links of the busiest rank: the first one of a gathering, any other one where data is passed on."""
+    inside = group == "intra" or (group == "flat" and topology.ranks_per_host > 1)
+    between = group == "inter" or (group == "flat" and topology.hosts > 1)
+    directions = {"red": (0, 1), "gat": (0, 1), "bc": (1, 0)}.get(kind, (1, 1))  # out, in
+    if transport == "nccl" and kind in ("red", "bc"):
+        directions = (1, 1)
+    return sum(
+        bit * used
+        for there, bits in ((inside, (INTRA_OUT, INTRA_IN)), (between, (INTER_OUT, INTER_IN)))
+        for bit, used in zip(bits, directions)
+        if there
+    )

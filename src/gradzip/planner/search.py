@@ -1,0 +1,202 @@
+"""The search for a plan: Espresso's two algorithms (EuroSys'23, section 4.4) with all options, and passes that go on.
+
+Algorithm 1 takes tensors from large to small and tries every choice for each. Tensors that are sent uncompressed
+before a bubble are left alone: to shrink them would only widen the bubble. Algorithm 2 moves coding to the CPU: among
+equal tensors with equal choices only the number that moves matters, and those that are ready first move first.
+
+Both are greedy. `improve` then tries every choice for every unit again until nothing changes, also from other starts;
+so the result is never worse than that of the paper's algorithms, which `Found` keeps for comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .fast import Plan
+from .problem import Problem
+from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, LINKS
+
+MOST_OFFLOADS = 5_000  # vectors of counts that Algorithm 2 may try
+MOST_PASSES = 20
+SIMULATED = 6  # of all options, which are all estimated: those that look best
+WORTH = 1e-4  # of the time: a unit that cannot save more is left alone
+FEW = 16  # units, as with buckets: more starts, and pairs of units changed together
+PAIRED = 8  # choices of each unit of a pair
+THRESHOLDS = 6  # sizes at which plans may change from one choice to another, to start from
+ENOUGH = 1e-3  # of the time: a pass that saves less is the last
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan (the number of each unit's choice) and its backward time; `paper` is what the two algorithms gave."""
+
+    plan: Plan
+    time_s: float
+    paper: Plan
+    paper_s: float
+    search_s: float
+
+
+def search(problem: Problem, *, improving: bool = True, exact: bool = False) -> Found:
+    """`exact` simulates every option of every unit instead of those that look best: for small problems."""
+    start = time.perf_counter()
+    plan, found = algorithm_1(problem, exact=exact)
+    plan, found = algorithm_2(problem, plan, found)
+    paper, paper_s = plan, found
+    if improving:
+        starts = [(plan, found), best_threshold(problem)]
+        if len(problem.units) > FEW and not exact:
+            starts = [min(starts, key=lambda start: start[1])]
+        plan, found = min((improve(problem, *start, exact=exact) for start in starts), key=lambda end: end[1])
+        if len(problem.units) <= FEW:
+            plan, found = improve_pairs(problem, plan, found)
+    return Found(plan, found, paper, paper_s, time.perf_counter() - start)
+
+
+def algorithm_1(problem: Problem, *, exact: bool = False) -> tuple[Plan, float]:
+    """All coding on the device where gradients lie; starts from plain all-reduce everywhere."""
+    plan = problem.uniform(0)
+    found = problem.evaluator.time(plan)
+    tried = np.arange(problem.primary, dtype=np.int32)
+    left = by_size(problem)
+    while left:
+        hidden = before_bubbles(problem, plan)
+        left = [unit for unit in left if unit not in hidden]
+        if left:
+            plan, found = _decide(problem, plan, left.pop(0), tried, found, exact)
+    return plan, found
+
+
+def _decide(
+    problem: Problem, plan: Plan, unit: int, tried: npt.NDArray[np.int32], found: float, exact: bool
+) -> tuple[Plan, float]:
+    simulated = None if exact else SIMULATED
+    worth = 0.0 if exact else WORTH * found
+    plan[unit], found = problem.evaluator.best(plan, unit, tried, found, simulated=simulated, worth=worth)
+    return plan, found
+
+
+def by_size(problem: Problem) -> list[int]:
+    """Large ones first; of equal ones that which is computed last, for it can hide the least."""
+    return sorted(range(len(problem.units)), key=lambda u: (-problem.units[u].raw_bytes, -u))
+
+
+def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
+    """Units that are sent uncompressed and are through when the slow link waits, for the last time, for a new unit.
+
+    A wait counts only if that unit never waited for a link itself: otherwise earlier units may be to blame.
+    """
+    tables = problem.tables
+    rows = np.arange(len(plan))
+    there = np.arange(tables.resources.shape[1]) < tables.counts[plan][:, None]
+    slow = INTER_IN | INTER_OUT if problem.network.topology.hosts > 1 else INTRA_IN | INTRA_OUT
+    uses = (tables.resources[plan] & slow > 0) & there
+    first_slow = uses.argmax(axis=1)
+    first_any = ((tables.resources[plan] & LINKS > 0) & there).argmax(axis=1)
+    starts = problem.evaluator.starts(plan)
+    seconds = np.concatenate([tables.backward[:, None], tables.seconds[tables.classes, plan]], axis=1)
+    ends = starts + seconds
+    prompt = starts[rows, first_any + 1] <= ends[rows, first_any] * (1 + 1e-12)
+    new = np.zeros_like(uses)
+    new[rows, first_slow] = prompt
+    sent = np.where(uses, ends[:, 1:], -math.inf)
+    begun = starts[:, 1:][uses]
+    order = np.argsort(begun, kind="stable")
+    begun, reached, new = begun[order], np.maximum.accumulate(sent[uses][order]), new[uses][order]
+    gaps = np.flatnonzero((begun[1:] > reached[:-1] * (1 + 1e-9)) & new[1:])
+    if not len(gaps):
+        return set()
+    plain = np.array([not choice.compresses for choice in problem.choices])[plan]
+    return set(np.flatnonzero(plain & (sent.max(axis=1) <= reached[gaps[-1]])).tolist())
+
+
+def algorithm_2(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
+    """Coding on the CPU for the first q of each group of equal units with equal choices, over all q."""
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for unit, number in enumerate(plan.tolist()):  # in order of readiness: farthest from the output first
+        other = problem.offloaded[number] if number < problem.primary else None
+        if other is not None:
+            groups.setdefault((int(problem.tables.classes[unit]), number), []).append((unit, other))
+    if not groups:
+        return plan, found
+    members = sorted(groups.values(), key=len)
+    if math.prod(len(group) + 1 for group in members) <= MOST_OFFLOADS:
+        plan, found, _ = problem.evaluator.offload(plan, members, found)
+        return plan, found
+    return _offload_by_group(problem, plan, members, found)
+
+
+def _offload_by_group(
+    problem: Problem, plan: Plan, groups: list[list[tuple[int, int]]], found: float
+) -> tuple[Plan, float]:
+    """Too many vectors of counts for all of them: one group after the other, until nothing changes."""
+    on_device = plan.copy()
+    for _ in range(MOST_PASSES):
+        before = found
+        for group in groups:
+            for unit, _ in group:
+                plan[unit] = on_device[unit]
+            plan, found, _ = problem.evaluator.offload(plan, [group], math.inf)
+        if found >= before:
+            break
+    return plan, found
+
+
+def improve(problem: Problem, plan: Plan, found: float, *, exact: bool = False) -> tuple[Plan, float]:
+    """Every choice on every device for every unit, from large to small, until nothing changes."""
+    tried = np.arange(len(problem.choices), dtype=np.int32)
+    plan = plan.copy()
+    for _ in range(MOST_PASSES):
+        before = found
+        for unit in by_size(problem):
+            plan, found = _decide(problem, plan, unit, tried, found, exact)
+        if found >= before * (1 - (0.0 if exact else ENOUGH)):
+            break
+    return plan, found
+
+
+def improve_pairs(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
+    """Two units at once, each with the choices that look best for it alone, until nothing changes."""
+    evaluate = problem.evaluator.time
+    for _ in range(MOST_PASSES):
+        before = found
+        likely = []
+        for unit in range(len(plan)):
+            changed = np.tile(plan, (len(problem.choices), 1))
+            changed[:, unit] = np.arange(len(problem.choices))
+            likely.append(np.argsort([evaluate(row) for row in changed], kind="stable")[:PAIRED])
+        for one, other in itertools.combinations(range(len(plan)), 2):
+            for first, second in itertools.product(likely[one], likely[other]):
+                changed_plan = plan.copy()
+                changed_plan[one], changed_plan[other] = first, second
+                if (time_s := evaluate(changed_plan)) < found:
+                    plan, found = changed_plan, time_s
+        if found >= before * (1 - ENOUGH):
+            break
+    return plan, found
+
+
+def best_threshold(problem: Problem) -> tuple[Plan, float]:
+    """The best plan in which all units from some size on do the same, and all smaller ones do the same."""
+    evaluate = problem.evaluator.time
+    uniform = sorted((evaluate(problem.uniform(number)), number) for number in range(problem.primary))
+    found, number = uniform[0]
+    best = problem.uniform(number)
+    sizes = np.array([unit.raw_bytes for unit in problem.units])
+    steps = np.unique(sizes)[1:]
+    steps = steps[:: max(1, len(steps) // THRESHOLDS)]
+    likely = [number for _, number in uniform[:THRESHOLDS]]
+    plain = [number for number in range(problem.primary) if not problem.choices[number].compresses]
+    for large in likely[:3]:
+        for small in {*plain, *likely} - {large}:
+            for size in steps:
+                plan = np.where(sizes >= size, large, small).astype(np.int32)
+                if (time_s := evaluate(plan)) < found:
+                    best, found = plan, time_s
+    return best, found

@@ -1,0 +1,171 @@
+"""Costs: collectives on other clusters than the measured one, and the walk over routes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planning import line, profile
+
+from gradzip.errors import PlanError
+from gradzip.planner.choices import Limits, choices, routes, twin
+from gradzip.planner.cost import Pricing, features
+from gradzip.planner.network import Network, Topology
+from gradzip.planner.profile import Collective, Link, Profile
+from gradzip.planner.timeline import CPU, INTER_IN, INTER_OUT, LINKS
+from gradzip.routes import Route
+
+MB = 1e6
+
+
+def network(hosts: int = 4, rate: float | None = None, **changes: object) -> Network:
+    return Network(profile(**changes), Topology(hosts, 1, rate))  # type: ignore[arg-type]
+
+
+def seconds(net: Network, route: str, codec: str, raw: float) -> dict[str, float]:
+    cost = net.profile.codecs[codec]
+    amounts = features(raw, raw / cost.ratio, cost, net)
+    return {task.label: float(task.seconds @ amounts) for task in Pricing(net).coded(Route.parse(route), cost)}
+
+
+def test_the_measured_cluster_costs_what_was_measured() -> None:
+    net = network()
+    for kind in ("ar", "rs", "ag", "a2a", "gat", "bc"):
+        (measured,) = (c for c in net.profile.collectives if c.kind == kind)
+        cost = net.cost(kind, "flat")
+        assert cost.latency_s + cost.s_per_byte * MB == pytest.approx(measured.curve.line.at(MB), rel=1e-6)
+
+
+@pytest.mark.parametrize(("hosts", "rate"), [(4, 1e8), (4, 2.5e9), (8, 1e9), (64, 1e10)])
+def test_other_rates_and_sizes_follow_the_formula_of_the_ring(hosts: int, rate: float) -> None:
+    cost = network(hosts, rate).cost("ar", "flat")
+    assert cost.s_per_byte == pytest.approx(2 * (hosts - 1) / hosts * 8 / rate, rel=1e-6)
+    assert cost.latency_s == pytest.approx(100e-6 / 6 * 2 * (hosts - 1), rel=1e-3)
+
+
+def test_the_work_of_hosts_does_not_shrink_with_a_faster_network() -> None:
+    slow = Collective("ar", "inter", 4, line(1e-4, 1.5 * 8 / 1e9 + 3e-9))
+    fast = network(rate=1e11, collectives=(slow,)).cost("ar", "flat")
+    assert fast.s_per_byte == pytest.approx(1.5 * 8 / 1e11 + 3e-9, rel=1e-6)
+
+
+def test_a_nominal_rate_is_reached_as_far_as_it_was() -> None:
+    net = network(
+        rate=2e9,
+        links={"inter": Link(0.9e9, 1e9)},
+        collectives=(Collective("ar", "inter", 4, line(0, 1.5 * 8 / 0.9e9)),),
+    )
+    assert net.cost("ar", "flat").s_per_byte == pytest.approx(1.5 * 8 / 1.8e9)
+
+
+def test_a_card_serves_all_ranks_of_its_host() -> None:
+    both = replace(profile(), links={"inter": Link(1e9), "intra": Link(1e11)})
+    net = Network(both, Topology(4, 8))
+    alone, together = net.cost("a2a", "inter", 1), net.cost("a2a", "inter", 8)
+    assert together.s_per_byte == pytest.approx(8 * alone.s_per_byte, rel=1e-3)
+    flat = net.cost("a2a", "flat")  # 24 of 31 peers of each of the 8 ranks are elsewhere
+    assert flat.s_per_byte == pytest.approx(8 * (31 / 32) * (24 / 31) * 8 / 1e9, rel=1e-3)
+    assert flat.resources == LINKS
+
+
+def test_a_gathering_uses_one_direction() -> None:
+    assert network().cost("gat", "flat").resources == INTER_IN
+    assert network().cost("bc", "flat").resources == INTER_OUT
+    assert network(transport="nccl").cost("bc", "flat").resources == INTER_IN | INTER_OUT
+
+
+def test_alltoall_by_hand() -> None:
+    """Encode all, send 3/4 of the payload, decode 4 quarters, encode a quarter, receive 3 of them, decode all."""
+    raw = 4 * MB
+    times = seconds(network(), "alltoall", "cast", raw)
+    payload = raw / 2
+    assert times["a2a.flat"] == pytest.approx(100e-6 + (0.75 * payload + 3 * 32) * 8e-9, rel=1e-3)
+    assert times["ag.flat"] == pytest.approx(100e-6 + 3 * (payload / 4 + 32) * 8e-9, rel=1e-3)
+    steps = Pricing(network()).coded(Route.parse("alltoall"), network().profile.codecs["cast"])
+    amounts = features(raw, payload, network().profile.codecs["cast"], network())
+    coding = [float(t.seconds @ amounts) for t in steps if t.resources == CPU]
+    expected = [4 * 1e-5 + raw / 8e9, 4 * 1e-5 + raw / 8e9, 1e-5 + raw / 4 / 8e9, 4 * 1e-5 + raw / 8e9]
+    assert coding == pytest.approx(expected, rel=1e-3)
+
+
+def test_allgather_grows_with_the_number_of_ranks() -> None:
+    few, many = (seconds(network(n), "allgather", "topk", MB) for n in (4, 16))
+    assert many["dec.cpu"] > 3.9 * few["dec.cpu"]
+    assert many["ag.flat"] > 4 * few["ag.flat"]
+
+
+def test_sparse_sums_are_larger_than_their_addends() -> None:
+    steps = seconds(network(), "alltoall", "topk", 64 * MB)
+    assert steps["ag.flat"] - 100e-6 == pytest.approx(3.9 * (steps["a2a.flat"] - 100e-6), rel=0.2)
+
+
+def test_copies_are_part_of_a_route() -> None:
+    copies = {"host_to_device": line(1e-5, 1e-10), "device_to_host": line(1e-5, 1e-10)}
+    net = network(copies=copies)
+    labels = [t.label for t in Pricing(net).coded(Route.parse("allgather"), net.profile.codecs["cast"])]
+    assert labels == ["device_to_host", "enc.cpu", "ag.flat", "dec.cpu", "host_to_device"]
+    plain = [t.label for t in Pricing(net).plain(Route.parse("allreduce"))]
+    assert plain == ["ar.flat"]
+
+
+def test_free_compression_leaves_the_wire_alone() -> None:
+    net = network()
+    labels = [t.label for t in Pricing(net, free=True).coded(Route.parse("alltoall"), net.profile.codecs["cast"])]
+    assert labels == ["a2a.flat", "ag.flat"]
+
+
+def test_the_whole_tree_is_offered() -> None:
+    both = replace(profile(), links={"inter": Link(1e9), "intra": Link(1e11)})
+    net = Network(both, Topology(4, 2))
+    assert len(routes(net.topology, "cpu")) == 174
+    offered = choices(Pricing(net), Limits(codecs=("topk",)), "cpu")
+    assert len(offered) == 174
+    assert sum(not c.compresses for c in offered) == 9
+    summable = choices(Pricing(net), Limits(codecs=("cast",)), "cpu")
+    assert len(summable) == 175, "allreduce of summable payloads is an extension"
+    assert len({c.option for c in offered}) == 174
+
+
+def test_limits() -> None:
+    net = network()
+    priced = Pricing(net)
+    assert not any(c.compresses and c.encodes > 1 for c in choices(priced, Limits(lossy=True, max_encodes=1), "cpu"))
+    harmless = {str(c.codec.codec) for c in choices(priced, Limits(), "cpu") if c.codec}
+    assert harmless == {"gcomp:mode=lossless"}
+    word = choices(priced, Limits(lossy=True, allow=lambda option: option.codec == "cast"), "cpu")
+    assert {c.option.codec for c in word} == {"identity", "cast"}
+    with pytest.raises(PlanError, match="'zstd' was not measured"):
+        choices(priced, Limits(codecs=("zstd",)), "cpu")
+    with pytest.raises(PlanError, match="did you mean 'zstd'"):
+        choices(priced, Limits(codecs=("zsdt",)), "cpu")
+
+
+def test_twins() -> None:
+    for choice in choices(Pricing(network()), Limits(lossy=True), "cpu"):
+        if choice.compresses:
+            assert twin(twin(choice.option, "gpu"), "cpu") == choice.option
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(0, 1), (1, 1), (4, 0), (-2, 8)])
+def test_impossible_clusters(hosts: int, ranks: int) -> None:
+    with pytest.raises(PlanError, match=r"at least|nothing to exchange"):
+        Topology(hosts, ranks)
+
+
+def test_links_that_nobody_knows() -> None:
+    with pytest.raises(PlanError, match="--intra"):
+        Network(profile(), Topology(4, 2))
+    with pytest.raises(PlanError, match="above 0"):
+        Topology(4, 1, 0.0)
+    missing: Profile = profile(collectives=())
+    with pytest.raises(PlanError, match="no measurement of 'ar'"):
+        Network(missing, Topology(4)).cost("ar", "flat")
+
+
+def test_what_is_assumed_is_said() -> None:
+    both = replace(profile(), links={"inter": Link(1e9), "intra": Link(1e11)})
+    net = Network(both, Topology(4, 2))
+    net.cost("rs", "intra")
+    assert "collectives of the intra group have the latency of those in the inter group" in net.assumptions
+    assert np.isfinite(net.cost("rs", "intra").s_per_byte)

@@ -1,0 +1,188 @@
+"""The search against brute force, the paper's algorithms, baselines, and whole answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planning import profile
+
+from gradzip.errors import PlanError
+from gradzip.option import Option
+from gradzip.planner.answer import Request, answer, best_bucket, break_even, sweep
+from gradzip.planner.baselines import BF16, baselines
+from gradzip.planner.choices import Limits
+from gradzip.planner.network import Network, Topology
+from gradzip.planner.problem import Problem
+from gradzip.planner.search import algorithm_1, algorithm_2, before_bubbles, by_size, search
+from gradzip.planner.units import DDP_BUCKET, DDP_FIRST_BUCKET, buckets, tensors
+
+EXPERIMENT = Path(__file__).parent.parent / "experiments/search"
+LOSSY = Limits(lossy=True)
+
+
+def problem(rate: float | None = None, limits: Limits = LOSSY) -> Problem:
+    measured = profile()
+    return Problem(Network(measured, Topology(4, 1, rate)), tensors(measured), limits)
+
+
+@pytest.fixture
+def experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENT))
+
+
+@pytest.mark.usefixtures("experiment")
+def test_search_is_near_brute_force_and_never_worse_than_the_paper() -> None:
+    import run
+
+    rows = list(run.brute_rows(25, seed=5))
+    for row in rows:
+        assert row["best_s"] <= row["search_s"] <= row["paper_s"]
+    distances = [row["search_s"] / row["best_s"] - 1 for row in rows]
+    assert sum(d < 1e-9 for d in distances) >= 23
+    assert max(distances) < 0.1
+
+
+@pytest.mark.usefixtures("experiment")
+def test_algorithm_2_is_brute_force_over_devices() -> None:
+    import run
+
+    for row in run.offload_rows(25, seed=6):
+        assert row["algorithm_2_s"] == row["best_s"]
+
+
+@pytest.mark.usefixtures("experiment")
+def test_screening_finds_what_full_simulation_finds() -> None:
+    import cases
+
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        case = cases.random_problem(rng, 12)
+        full, quick = search(case, exact=True).time_s, search(case).time_s
+        assert quick <= full * 1.05
+
+
+@pytest.mark.usefixtures("experiment")
+def test_the_plan_has_the_time_that_is_said_and_the_reference_agrees() -> None:
+    import cases
+
+    rng = np.random.default_rng(4)
+    for _ in range(10):
+        case = cases.random_problem(rng, 8)
+        found = search(case)
+        assert case.evaluator.time(found.plan) == found.time_s == case.timeline(found.plan).end_s
+        assert case.evaluator.time(found.paper) == found.paper_s
+
+
+def test_large_ones_come_first_and_of_equal_ones_the_last() -> None:
+    measured = profile()
+    same = [replace(t, shape=(100,)) for t in measured.tensors[:3]]
+    measured = replace(measured, tensors=(*same, replace(measured.tensors[3], shape=(200,))))
+    case = Problem(Network(measured, Topology(4)), tensors(measured), LOSSY)
+    assert by_size(case) == [3, 2, 1, 0]
+
+
+def test_what_is_sent_before_a_bubble_is_left_alone() -> None:
+    fast = problem(rate=1e11)
+    plan = fast.uniform(0)
+    assert before_bubbles(fast, plan) == {0, 1, 2}
+    assert algorithm_1(fast)[0][:3].tolist() == [0, 0, 0]
+    assert before_bubbles(problem(rate=1e8), plan) == set()
+
+
+def test_algorithm_2_without_a_second_device_changes_nothing() -> None:
+    case = problem()
+    plan, time_s = algorithm_1(case)
+    moved, same = algorithm_2(case, plan.copy(), time_s)
+    assert moved.tolist() == plan.tolist()
+    assert same == time_s
+
+
+def test_slow_networks_compress_and_fast_ones_do_not() -> None:
+    slow, fast = (Request(profile(), Topology(4, 1, rate), LOSSY) for rate in (1e8, 1e12))
+    slow_answer, fast_answer = answer(slow), answer(fast)
+    assert slow_answer.pays
+    assert slow_answer.gain > 5
+    assert any(o.codec != "identity" for o in slow_answer.options().values())
+    assert not fast_answer.pays
+    assert {str(o) for o in fast_answer.options().values()} == {"identity/ar.flat"}
+    limit = break_even(slow)
+    assert limit is not None
+    assert 1e8 < limit < 1e12
+
+
+def test_without_a_codec_nothing_pays() -> None:
+    never = Request(profile(codecs={}), Topology(4))
+    assert not answer(never).pays
+    assert break_even(never) is None
+    with pytest.raises(PlanError, match="without a codec"):
+        break_even(replace(never, limits=Limits(codecs=())))
+
+
+def test_the_bound_is_below_everything() -> None:
+    measured = profile()
+    units = tensors(measured)
+    network = Network(measured, Topology(4, 1, 5e8))
+    found = {b.name: b for b in baselines(network, units, LOSSY)}
+    steps = {name: b.step_s for name, b in found.items() if b.step_s is not None}
+    bound = steps.pop("free compression (bound)")
+    plan = answer(Request(measured, Topology(4, 1, 5e8), LOSSY, bucket_bytes=None)).step_s
+    assert bound <= plan <= min(steps.values())
+    assert set(found) >= {"FP32 all-reduce", "BF16 all-reduce", "HiTopKComm", "HiPress", "BytePS-Compress"}
+    assert steps["BF16 all-reduce"] < steps["FP32 all-reduce"]
+
+
+def test_a_baseline_that_was_not_measured_says_so() -> None:
+    without = profile()
+    without = replace(without, codecs={k: v for k, v in without.codecs.items() if k != BF16})
+    found = baselines(Network(without, Topology(4)), tensors(without), LOSSY)
+    assert found[1].step_s is None
+    assert "not measured" in found[1].note
+
+
+def test_more_uncertain_measurements_make_a_more_uncertain_plan() -> None:
+    sure = problem()
+    assert sure.uncertainty(sure.uniform(0)) < 1e-6
+    noisy = profile()
+    rough = [
+        replace(
+            c, curve=type(c.curve)(tuple((x, t * (1.3 if i % 2 else 0.7)) for i, (x, t) in enumerate(c.curve.points)))
+        )
+        for c in noisy.collectives
+    ]
+    noisy = replace(noisy, collectives=tuple(rough))
+    case = Problem(Network(noisy, Topology(4)), tensors(noisy), LOSSY)
+    assert 0.02 < case.uncertainty(case.uniform(0)) < 1
+
+
+def test_buckets_are_ddps() -> None:
+    measured = profile()
+    sizes = [t.size_bytes for t in measured.tensors]
+    assert [u.raw_bytes for u in buckets(measured, DDP_BUCKET)] == [sum(sizes[:3]), sizes[3]]
+    assert sum(sizes[:3]) > DDP_FIRST_BUCKET
+    assert len(buckets(measured, 1)) == 4
+    assert [n for u in buckets(measured, 5 << 20) for n in u.names] == [t.name for t in measured.tensors]
+    with pytest.raises(PlanError, match="holds nothing"):
+        buckets(measured, 0)
+    size, step_s = best_bucket(Request(measured, Topology(4), LOSSY))
+    assert step_s <= answer(Request(measured, Topology(4), LOSSY, size << 20)).step_s * (1 + 1e-9)
+
+
+def test_a_sweep_falls_with_the_rate() -> None:
+    clusters = [Topology(4, 1, rate) for rate in (1e8, 1e9, 1e10)]
+    points = sweep(Request(profile(), clusters[0], LOSSY), clusters)
+    assert points[0].plain_s > points[1].plain_s > points[2].plain_s
+    for point in points:
+        assert point.free_s <= point.plan_s <= point.plain_s
+        assert 0 < point.plain_efficiency <= point.efficiency <= 1.0 + 1e-9
+    assert points[0].compressed_share > 0.9
+
+
+def test_every_unit_is_explained() -> None:
+    found = answer(Request(profile(), Topology(4, 1, 1e8), LOSSY))
+    rows = found.explain()
+    assert len(rows) == len(found.problem.units)
+    assert any("ms more" in row.why for row in rows)
+    assert all(isinstance(row.option, Option) for row in rows)
