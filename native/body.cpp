@@ -76,9 +76,10 @@ struct Source {
         int count = int(std::min<uint64_t>(kBlock, n - start));
         return {values_at(start), count, job, coding_of(job), {floor, start, job.shift}, table, {}, nullptr, nullptr};
     }
-    // The streams from which a whole block at `start` comes; none if there is no such block.
-    void streams(uint64_t start, const uint8_t* stream[3]) const {
-        if (start + kBlock > n) return;
+    // The streams from which whole blocks come; none if there are no such blocks.
+    void streams(uint64_t number, int count, const uint8_t* stream[3]) const {
+        const uint64_t start = number * kBlock;
+        if (start + uint64_t(count) * kBlock > n) return;
         stream[0] = values_at(start);
         if (coding_of(job) == kFixed || floor->given) return;
         stream[1] = reinterpret_cast<const uint8_t*>(floor->theta + start);
@@ -116,10 +117,12 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
                 for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
         }
         BlockIn in = source.block(number, &table);
-        source.streams((number + 1) * kBlock, in.ahead.next);
+        source.streams(number + 1, 1, in.ahead.next);
         if (!lengths) {
-            in.sample = &samples[number % kSegmentBlocks];
-            source.streams((number + kSegmentBlocks) * kBlock, in.ahead.sample);
+            const uint64_t in_segment = number % kSegmentBlocks, left = kSegmentBlocks - in_segment;
+            in.sample = &samples[in_segment];
+            if (left * kSampleAhead <= kSegmentBlocks)
+                source.streams(number + left + kSegmentBlocks - left * kSampleAhead, kSampleAhead, in.ahead.sample);
         }
         bool in_place = room - at >= kMaxDense;
         uint8_t* target = in_place ? out + at : s.frame;

@@ -21,10 +21,10 @@ struct Prefetch {
     }
 };
 
-// The rows of a later block that will be sampled: they lie too far apart for the hardware to guess.
+// The rows of later blocks that will be sampled: they lie too far apart for the hardware to guess.
 __attribute__((always_inline)) inline void fetch_sample(const Ahead& ahead, size_t item) {
     for (int i = 0; i < 3 && ahead.sample[i]; i++)
-        for (size_t row = 0; row < kBlock * item; row += kSampleRows * kLanes * item)
+        for (size_t row = 0; row < kSampleAhead * kBlock * item; row += kSampleRows * kLanes * item)
             for (size_t line = 0; line < kLanes * item; line += 64) __builtin_prefetch(ahead.sample[i] + row + line, 0, 2);
 }
 

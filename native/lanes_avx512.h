@@ -153,7 +153,7 @@ struct Reader {
         return _mm512_cmplt_epu16_mask(x, _mm512_set1_epi16(256)) ? GZ_BAD_DENSE : 0;
     }
     // Drops count bits; false if the stream runs dry.
-    bool drop(__m512i count) {
+    __attribute__((always_inline)) bool drop(__m512i count) {
         x = _mm512_srlv_epi16(x, count);
         __mmask32 low = _mm512_cmplt_epu16_mask(x, _mm512_set1_epi16(256));
         int need = __builtin_popcount(low);

@@ -101,8 +101,9 @@ struct FloorSource {
 // What is read soon, to be fetched ahead; NULL-terminated.
 struct Ahead {
     const uint8_t* next[3];    // what the next block, or group of blocks, will read
-    const uint8_t* sample[3];  // a block whose sampled rows will be read
+    const uint8_t* sample[3];  // kSampleAhead blocks whose sampled rows will be read
 };
+constexpr int kSampleAhead = 4;  // so that the last quarter of a segment fetches the sample of the next: earlier would be too early
 
 // What the sampled rows of a block say.
 struct Sample {

@@ -2,6 +2,8 @@
 // 32 values are two vectors of 32-bit words where they are floats, and one vector of 16-bit words, in the order of the
 // lanes, everywhere else. Included like values.h.
 
+#define GZ_INLINE __attribute__((always_inline)) inline
+
 // Rounding must not depend on what the caller made of the control register; subnormals have to count as zeros.
 struct FloatMode {
     unsigned before = _mm_getcsr();
@@ -88,10 +90,16 @@ struct NearMapper {
     // Sign and mantissa side by side.
     static __m512i field(__m512i q) { return select(_mm512_set1_epi32(0x7fffff), q, _mm512_srli_epi32(q, 8)); }
 
-    NearRow map(const uint32_t* x, __m512i grid) const {
+    struct Rounded {
+        __m512i a, b, grid;
+    };
+    GZ_INLINE Rounded round(const uint32_t* x, __m512i grid) const {
         const __m512i c = _mm512_slli_epi16(grid, 7);  // the upper half of a float
-        const __m512i qa = round(_mm512_loadu_si512(x), _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, first, c));
-        const __m512i qb = round(_mm512_loadu_si512(x + 16), _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, last, c));
+        return {round(_mm512_loadu_si512(x), _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, first, c)),
+                round(_mm512_loadu_si512(x + 16), _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, last, c)), grid};
+    }
+    GZ_INLINE NearRow split(const Rounded& q) const {
+        const __m512i qa = q.a, qb = q.b, grid = q.grid;
         NearRow row;
         const __m512i top = _mm512_permutex2var_epi16(qa, odd, qb);
         row.e = _mm512_and_si512(_mm512_srli_epi16(top, 7), _mm512_set1_epi16(255));
@@ -112,7 +120,7 @@ __attribute__((noinline)) void sample_rows(const BlockIn& in, const Grids& grids
     const NearMapper mapper;
     const uint32_t* x = static_cast<const uint32_t*>(in.values);
     for (int row = 0; row < kBlock / kLanes; row += kSampleRows) {
-        const NearRow r = mapper.map(x + row * kLanes, grids.row<Kind>(row * kLanes));
+        const NearRow r = mapper.split(mapper.round(x + row * kLanes, grids.row<Kind>(row * kLanes)));
         store_row(exponent + row * kLanes / kSampleRows, _mm512_cvtepi16_epi8(r.e));
     }
 }
@@ -145,8 +153,7 @@ struct CodeWindow {
     }
     __m512i look_up(const NearRow& r) const {
         const __m512i index = _mm512_sub_epi16(r.e, _mm512_set1_epi16(short(from)));
-        __m512i entry = _mm512_mask_permutex2var_epi16(part[0], r.nonzero, index, part[1]);
-        entry = _mm512_mask_mov_epi16(zero, r.nonzero, entry);
+        __m512i entry = _mm512_mask_mov_epi16(zero, r.nonzero, _mm512_permutex2var_epi16(part[0], index, part[1]));
         const __mmask32 outside = _mm512_mask_cmpge_epu16_mask(r.nonzero, index, _mm512_set1_epi16(64));
         if (__builtin_expect(outside != 0, 0)) {
             alignas(64) uint16_t e[kLanes], all[kLanes];
@@ -174,7 +181,11 @@ __attribute__((noinline)) NearEnd push_near(const BlockIn& in, const Grids& grid
     __m512i state = _mm512_set1_epi16(256), highest = _mm512_setzero_si512();
     uint32_t nonzero = 0, escapes = 0;
     constexpr int last = kBlock - kLanes;
-    NearRow next = mapper.map(x + last, grids.row<Kind>(last));
+    // Three rows are at work beside the one that is pushed, each a stage behind the other, because one row's latencies
+    // are more than the processor can look beyond.
+    __m512i grid = grids.row<Kind>(last - 2 * kLanes);
+    NearMapper::Rounded rounded = mapper.round(x + last - kLanes, grids.row<Kind>(last - kLanes));
+    NearRow next = mapper.split(mapper.round(x + last, grids.row<Kind>(last)));
     for (int row = kBlock / kLanes - 1; row >= 0; row--) {
         // Half a block ahead: the rest of this one, then the end of the next.
         for (int i = 0; i < 3 && in.ahead.next[i]; i++) {
@@ -184,12 +195,14 @@ __attribute__((noinline)) NearEnd push_near(const BlockIn& in, const Grids& grid
         }
         __builtin_prefetch(out + 1024, 1);
         __builtin_prefetch(out + 1024 + 64, 1);
-        if (row % 8 == 0)
+        static_assert(kSampleAhead == 4, "a row of two lines for every fourth row");
+        if (row % 4 < 2)
             for (int i = 0; i < 3 && in.ahead.sample[i]; i++)
-                __builtin_prefetch(in.ahead.sample[i] + 128 * (row & ~15) + (row & 8) * 8, 0, 2);
+                __builtin_prefetch(in.ahead.sample[i] + 128 * (row / 4 * kSampleRows) + 64 * (row % 2), 0, 2);
         const NearRow r = next;
-        const int following = row > 0 ? (row - 1) * kLanes : 0;
-        next = mapper.map(x + following, grids.row<Kind>(following));
+        next = mapper.split(rounded);
+        rounded = mapper.round(x + (row > 1 ? (row - 2) * kLanes : 0), grid);
+        grid = grids.row<Kind>(row > 2 ? (row - 3) * kLanes : 0);
         highest = _mm512_max_epu16(highest, r.e);
         nonzero += uint32_t(__builtin_popcount(r.nonzero));
         const __m512i third = _mm512_subs_epu16(r.width, _mm512_set1_epi16(16));

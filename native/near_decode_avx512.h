@@ -22,6 +22,14 @@ struct NearCodes {
     }
 };
 
+// One row of a block on its way out of the lanes.
+struct OpenRow {
+    __m512i consumed, e, cut, width, low, high;
+    __mmask32 nonzero;
+};
+
+// The phases of a row. A reader is a variable of its own, never part of an array: in memory it would cost more than the
+// phase itself.
 struct NearRows {
     const Grids& grids;
     const NearCodes& codes;
@@ -33,80 +41,96 @@ struct NearRows {
             for (int h = 0; h < 2; h++) order[h][i] = uint16_t(16 * h + i / 2 + i % 2 * 32);
         for (int h = 0; h < 2; h++) weave[h] = _mm512_load_si512(order[h]);
     }
-
-    // One row of W blocks; false if a stream runs dry.
-    template <int W, Grid Kind>
-    __attribute__((always_inline)) bool row(NearBlock* b, int at) const {
-        const __m512i ones = _mm512_set1_epi16(-1), eight = _mm512_set1_epi16(8);
-        __m512i e[W], cut[W], width[W], low[W], high[W];
-        __mmask32 nonzero[W];
-        __m512i seen = _mm512_setzero_si512(), widest = seen;
+    GZ_INLINE bool symbols(Reader& reader, const NearBlock& b, OpenRow& r) const {
+        const __m512i x = reader.x;
+        const __mmask64 upper = _mm512_movepi8_mask(x);
+        r.consumed = NearCodes::look_up(codes.consumed, x, upper);
+        r.nonzero = _mm512_testn_epi16_mask(r.consumed, _mm512_set1_epi16(kZero));
+        r.e = _mm512_maskz_add_epi16(r.nonzero, NearCodes::look_up(codes.distance, x, upper), b.base);
+        return reader.drop(_mm512_and_si512(r.consumed, _mm512_set1_epi16(15)));
+    }
+    GZ_INLINE static bool escapes(const OpenRow& r) { return _mm512_test_epi16_mask(r.consumed, _mm512_set1_epi16(kEscaped)); }
+    GZ_INLINE static bool raw_exponents(Reader& reader, const NearBlock& b, OpenRow& r) {
+        const __mmask32 escaped = _mm512_test_epi16_mask(r.consumed, _mm512_set1_epi16(kEscaped));
+        if (!escaped) return true;
+        const __m512i raw = _mm512_and_si512(reader.x, _mm512_set1_epi16(255));
+        r.e = _mm512_mask_mov_epi16(r.e, escaped, raw);
+        r.nonzero = _mm512_test_epi16_mask(r.e, r.e);
+        return b.escapes && reader.drop(_mm512_maskz_set1_epi16(escaped, 8));
+    }
+    template <Grid Kind>
+    GZ_INLINE void widths(NearBlock& b, int at, OpenRow& r) const {
+        b.nonzero += uint32_t(__builtin_popcount(r.nonzero));
+        r.cut = _mm512_min_epu16(_mm512_subs_epu16(grids.row<Kind>(b.first + at), r.e), _mm512_set1_epi16(23));
+        r.width = _mm512_maskz_sub_epi16(r.nonzero, _mm512_set1_epi16(24), r.cut);
+        r.high = _mm512_setzero_si512();
+    }
+    GZ_INLINE static bool pop(Reader& reader, __m512i count, __m512i* bits) {
+        *bits = _mm512_andnot_si512(_mm512_sllv_epi16(_mm512_set1_epi16(-1), count), reader.x);
+        return reader.drop(count);
+    }
+    GZ_INLINE static bool first_chunk(Reader& reader, OpenRow& r) {
+        return pop(reader, _mm512_min_epu16(r.width, _mm512_set1_epi16(8)), &r.low);
+    }
+    GZ_INLINE static bool second_chunk(Reader& reader, OpenRow& r) {
+        const __m512i eight = _mm512_set1_epi16(8);
+        __m512i bits;
+        if (!pop(reader, _mm512_min_epu16(_mm512_subs_epu16(r.width, eight), eight), &bits)) return false;
+        r.low = _mm512_or_si512(r.low, _mm512_slli_epi16(bits, 8));
+        return true;
+    }
+    GZ_INLINE static bool third_chunk(Reader& reader, OpenRow& r) {
+        return pop(reader, _mm512_subs_epu16(r.width, _mm512_set1_epi16(16)), &r.high);
+    }
+    GZ_INLINE void deliver(const NearBlock& b, int at, const OpenRow& r) const {
+        const __m512i top = _mm512_slli_epi16(r.e, 7);
 #pragma GCC unroll 2
-        for (int k = 0; k < W; k++) {
-            const __m512i x = b[k].reader.x;
-            const __mmask64 upper = _mm512_movepi8_mask(x);
-            const __m512i consumed = NearCodes::look_up(codes.consumed, x, upper);
-            const __m512i distance = NearCodes::look_up(codes.distance, x, upper);
-            seen = _mm512_or_si512(seen, consumed);
-            nonzero[k] = _mm512_testn_epi16_mask(consumed, _mm512_set1_epi16(kZero));
-            e[k] = _mm512_maskz_add_epi16(nonzero[k], distance, b[k].base);
-            high[k] = consumed;
-            if (!b[k].reader.drop(_mm512_and_si512(consumed, _mm512_set1_epi16(15)))) return false;
+        for (int h = 0; h < 2; h++) {
+            // Exponent and cut in one double word: a funnel shift takes its count from the lowest 5 bits.
+            const __m512i both = _mm512_permutex2var_epi16(r.cut, weave[h], top);
+            __m512i field = _mm512_permutex2var_epi16(r.low, weave[h], r.high);
+            field = _mm512_shldv_epi32(field, _mm512_setzero_si512(), both);  // now the sign is bit 23
+            const __m512i magnitude = select(_mm512_set1_epi32(0x7fffff), field, both);
+            const __m512i sign = _mm512_slli_epi32(field, 8);
+            store_floats(b.target, at + 16 * h, _mm512_ternarylogic_epi32(magnitude, sign, _mm512_set1_epi32(int(0x80000000u)), 0xf8));
         }
-        if (__builtin_expect(_mm512_test_epi16_mask(seen, _mm512_set1_epi16(kEscaped)) != 0, 0)) {
-            for (int k = 0; k < W; k++) {
-                const __mmask32 escaped = _mm512_test_epi16_mask(high[k], _mm512_set1_epi16(kEscaped));
-                if (!escaped) continue;
-                const __m512i raw = _mm512_and_si512(b[k].reader.x, _mm512_set1_epi16(255));
-                if (!b[k].escapes || !b[k].reader.drop(_mm512_maskz_set1_epi16(escaped, 8))) return false;
-                e[k] = _mm512_mask_mov_epi16(e[k], escaped, raw);
-                nonzero[k] = _mm512_test_epi16_mask(e[k], e[k]);
-            }
+    }
+    // One row of K blocks, phase by phase; false if a stream runs dry.
+    template <Grid Kind, int K>
+    GZ_INLINE bool row(Reader& r0, Reader& r1, Reader& r2, Reader& r3, NearBlock* b, int at) const {
+        OpenRow o0, o1, o2, o3;
+#define GZ_EACH(call) (call(0) && (K < 2 || call(1)) && (K < 3 || (call(2) && call(3))))
+#define GZ_PHASE(k) symbols(r##k, b[k], o##k)
+        if (!GZ_EACH(GZ_PHASE)) return false;
+#undef GZ_PHASE
+#define GZ_PHASE(k) !escapes(o##k)
+        if (__builtin_expect(!GZ_EACH(GZ_PHASE), 0)) {
+#undef GZ_PHASE
+#define GZ_PHASE(k) raw_exponents(r##k, b[k], o##k)
+            if (!GZ_EACH(GZ_PHASE)) return false;
         }
-#pragma GCC unroll 2
-        for (int k = 0; k < W; k++) {
-            b[k].nonzero += uint32_t(__builtin_popcount(nonzero[k]));
-            cut[k] = _mm512_min_epu16(_mm512_subs_epu16(grids.row<Kind>(b[k].first + at), e[k]), _mm512_set1_epi16(23));
-            width[k] = _mm512_maskz_sub_epi16(nonzero[k], _mm512_set1_epi16(24), cut[k]);
-            widest = _mm512_max_epu16(widest, width[k]);
+#undef GZ_PHASE
+        widths<Kind>(b[0], at, o0);
+        __m512i widest = o0.width;
+        if (K > 1) widths<Kind>(b[1], at, o1), widest = _mm512_max_epu16(widest, o1.width);
+        if (K > 2) widths<Kind>(b[2], at, o2), widest = _mm512_max_epu16(widest, o2.width);
+        if (K > 2) widths<Kind>(b[3], at, o3), widest = _mm512_max_epu16(widest, o3.width);
+#define GZ_PHASE(k) first_chunk(r##k, o##k)
+        if (!GZ_EACH(GZ_PHASE)) return false;
+#undef GZ_PHASE
+        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(8))) {
+#define GZ_PHASE(k) second_chunk(r##k, o##k)
+            if (!GZ_EACH(GZ_PHASE)) return false;
+#undef GZ_PHASE
         }
-#pragma GCC unroll 2
-        for (int k = 0; k < W; k++) {
-            const __m512i count = _mm512_min_epu16(width[k], eight);
-            low[k] = _mm512_andnot_si512(_mm512_sllv_epi16(ones, count), b[k].reader.x);
-            high[k] = _mm512_setzero_si512();
-            if (!b[k].reader.drop(count)) return false;
+        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(16))) {
+#define GZ_PHASE(k) third_chunk(r##k, o##k)
+            if (!GZ_EACH(GZ_PHASE)) return false;
+#undef GZ_PHASE
         }
-        if (_mm512_cmpgt_epu16_mask(widest, eight))
-#pragma GCC unroll 2
-            for (int k = 0; k < W; k++) {
-                const __m512i count = _mm512_min_epu16(_mm512_subs_epu16(width[k], eight), eight);
-                const __m512i bits = _mm512_andnot_si512(_mm512_sllv_epi16(ones, count), b[k].reader.x);
-                low[k] = _mm512_or_si512(low[k], _mm512_slli_epi16(bits, 8));
-                if (!b[k].reader.drop(count)) return false;
-            }
-        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(16)))
-#pragma GCC unroll 2
-            for (int k = 0; k < W; k++) {
-                const __m512i count = _mm512_subs_epu16(width[k], _mm512_set1_epi16(16));
-                high[k] = _mm512_andnot_si512(_mm512_sllv_epi16(ones, count), b[k].reader.x);
-                if (!b[k].reader.drop(count)) return false;
-            }
-#pragma GCC unroll 2
-        for (int k = 0; k < W; k++) {
-            const __m512i top = _mm512_slli_epi16(e[k], 7);
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-                // Exponent and cut in one double word: a funnel shift takes its count from the lowest 5 bits.
-                const __m512i both = _mm512_permutex2var_epi16(cut[k], weave[h], top);
-                __m512i field = _mm512_permutex2var_epi16(low[k], weave[h], high[k]);
-                field = _mm512_shldv_epi32(field, _mm512_setzero_si512(), both);  // now the sign is bit 23
-                const __m512i unsigned_value = select(_mm512_set1_epi32(0x7fffff), field, both);
-                const __m512i value = _mm512_ternarylogic_epi32(unsigned_value, _mm512_slli_epi32(field, 8),
-                                                                _mm512_set1_epi32(int(0x80000000u)), 0xf8);
-                store_floats(b[k].target, at + 16 * h, value);
-            }
-        }
+        deliver(b[0], at, o0);
+        if (K > 1) deliver(b[1], at, o1);
+        if (K > 2) deliver(b[2], at, o2), deliver(b[3], at, o3);
         return true;
     }
 };
@@ -115,7 +139,7 @@ template <int K, Grid Kind>
 int decode_near(NearBlock* b, const Grids& grids, const CodeTable& table, const Ahead& ahead) {
     const NearCodes codes(table);
     const NearRows rows(grids, codes);
-    constexpr int wide = K < 2 ? 1 : 2;
+    Reader r0 = b[0].reader, r1 = b[K > 1 ? 1 : 0].reader, r2 = b[K > 2 ? 2 : 0].reader, r3 = b[K > 2 ? 3 : 0].reader;
     for (int row = 0; row < kBlock / kLanes; row++) {
         // Half a block ahead: the rest of these blocks, then the start of the next ones.
         const ptrdiff_t soon = row < kBlock / kLanes / 2 ? row + 64 - ptrdiff_t(K) * 128 : row - 64;
@@ -125,11 +149,9 @@ int decode_near(NearBlock* b, const Grids& grids, const CodeTable& table, const 
                     __builtin_prefetch(ahead.next[i] + 128 * (soon + 128 * k) + 64 * line, 0, 2);
         for (int line = 0; line < 6; line++)
             if (ahead.next[0]) __builtin_prefetch(ahead.next[0] + 64 * (row * 6 + line), 0, 2);
-        for (int k = 0; k < K; k += wide)
-            if (!rows.row<wide, Kind>(b + k, row * kLanes)) return GZ_BAD_LANES;
+        if (!rows.row<Kind, K>(r0, r1, r2, r3, b, row * kLanes)) return GZ_BAD_LANES;
     }
-    for (int k = 0; k < K; k++)
-        if (!b[k].reader.done()) return GZ_BAD_LANES;
+    if (!r0.done() || (K > 1 && !r1.done()) || (K > 2 && (!r2.done() || !r3.done()))) return GZ_BAD_LANES;
     for (int k = 0; k < K; k++)
         if (b[k].nonzero != b[k].fields) return GZ_BAD_FIELDS;
     return 0;
