@@ -112,7 +112,7 @@ def test_plan_says_when_the_best_plan_is_none(
     answer = json.loads(run(capsys, measured, "--inter", "400gbit", "--out", out, "--json"))
     assert answer["pays"] is False
     assert any("do not compress" in note for note in answer["notes"])
-    assert {str(o) for o in Plan.load(out).options.values()} == {"identity/ar.flat"}
+    assert {str(o) for o in Plan.load(out).options.values()} == {"identity/allreduce"}
     assert answer["rows"][0]["why"]
 
 

@@ -107,7 +107,7 @@ def test_slow_networks_compress_and_fast_ones_do_not() -> None:
     assert slow_answer.gain > 5
     assert any(o.codec != "identity" for o in slow_answer.options().values())
     assert not fast_answer.pays
-    assert {str(o) for o in fast_answer.options().values()} == {"identity/ar.flat"}
+    assert {str(o) for o in fast_answer.options().values()} == {"identity/allreduce"}
     limit = break_even(slow)
     assert limit is not None
     assert 1e8 < limit < 1e12

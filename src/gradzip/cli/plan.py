@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(found)
     plan.save(args.out)
     if args.perfetto:
-        names = [str(unit) for unit in found.problem.units]
+        names = [str(found.problem.units[i]) for i in found.problem.tables.decisions]
         perfetto.save(args.perfetto, {"predicted": perfetto.predicted(found.timeline, names)})
     if args.json:
         print(json.dumps(_json(found, limit, args.out), indent=2))

@@ -10,3 +10,10 @@ perfetto    timelines to look at                      measure     makes profile.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+
+
+def inject_folder() -> Path:
+    """The folder whose sitecustomize.py makes Python measure the script that it runs."""
+    return Path(__file__).parent / "inject"

@@ -92,10 +92,11 @@ class Answer:
         """What each unit does and why."""
         problem, plan = self.problem, self.found.plan
         links = INTRA_OUT | INTRA_IN | INTER_OUT | INTER_IN
+        decisions = problem.tables.decisions
         rows = []
         for i, unit in enumerate(problem.units):
             choice = problem.choices[plan[i]]
-            own = [e for e in self.timeline.events if e.unit == i and e.step >= 0]
+            own = [e for e in self.timeline.events if decisions[e.unit] == i and e.step >= 0]
             sent = sum(e.end_s - e.start_s for e in own if e.resources & links)
             coded = sum(e.end_s - e.start_s for e in own if e.resources & (GPU | CPU))
             changed = plan.copy()
@@ -144,7 +145,8 @@ def best_bucket(request: Request) -> tuple[int, float]:
 def break_even(request: Request) -> float | None:
     """The rate between hosts (inside one, if there is one alone) above which compression gains less than 1 %.
 
-    None: it never pays; infinity: it still pays at the fastest link that is tried.
+    It is compared with the best plan that compresses nothing, which may be faster than DDP's all-reduce. None: it never
+    pays; infinity: it still pays at the fastest link that is tried.
     """
     if request.limits.codecs == ():
         raise PlanError("there is no break-even without a codec")
@@ -163,9 +165,12 @@ def break_even(request: Request) -> float | None:
 
 
 def _pays_at(request: Request, rate: float) -> bool:
-    problem = replace(request, topology=_at(request.topology, rate)).problem()
-    plain = problem.step_s(problem.uniform(0))
-    return plain / (problem.outside_s + search(problem).time_s) - 1 > LEAST_GAIN
+    here = replace(request, topology=_at(request.topology, rate))
+    steps = []
+    for limits in (replace(request.limits, codecs=()), request.limits):
+        problem = replace(here, limits=limits).problem()
+        steps.append(problem.outside_s + search(problem).time_s)
+    return steps[0] / steps[1] - 1 > LEAST_GAIN
 
 
 def _at(topology: Topology, rate: float) -> Topology:

@@ -42,7 +42,7 @@ class Baseline:
 
 
 def plain_option() -> Option:
-    return Option(PLAIN_CODEC, None, "ar.flat")
+    return Option(PLAIN_CODEC, None, "allreduce")
 
 
 def baselines(

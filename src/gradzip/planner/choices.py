@@ -12,7 +12,7 @@ from ..codecs import Codec, parse
 from ..codecs.gcomp import GComp
 from ..errors import CodecError, PlanError, nearest
 from ..option import Option
-from ..routes import Route, tree
+from ..routes import NAMED, Route, tree
 from .cost import Priced, Pricing
 from .network import Topology
 from .profile import CodecCost, Profile
@@ -108,7 +108,8 @@ def choices(pricing: Pricing, limits: Limits, device: str) -> list[Choice]:
 
 
 def _plain(route: Route) -> Option:
-    return Option(PLAIN_CODEC, None, str(route))
+    """DDP's own all-reduce goes by its name: the runtime leaves it to torch."""
+    return Option(PLAIN_CODEC, None, "allreduce" if route == NAMED["allreduce"] else str(route))
 
 
 def _of_codec(pricing: Pricing, cost: CodecCost, device: str, ways: Sequence[Route]) -> list[Choice]:

@@ -182,7 +182,11 @@ class _Walk:
             self.move("cpu" if self.profile.transport == "host" else self.home)
         cost = self.pricing.network.cost(kind, group, self.active if group == "inter" else 1)
         latency = cost.latency_s + (self.profile.size_exchange_s if self.coded else 0.0)
-        self.add(f"{kind}.{group}", cost.resources, amount(one=latency) + cost.s_per_byte * held, cost.source)
+        if self.profile.transport == "host":  # other exchanges use the link while this one's messages are under way
+            self.add(f"{kind}.{group}", cost.resources, cost.s_per_byte * held, cost.source)
+            self.add("latency", 0, amount(one=latency), cost.source)
+        else:
+            self.add(f"{kind}.{group}", cost.resources, amount(one=latency) + cost.s_per_byte * held, cost.source)
 
 
 def amount(**factors: float) -> Amount:

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from .. import engines
 from ..errors import EngineError
 
-Plan = npt.NDArray[np.int32]  # for each unit, the number of its option
+Plan = npt.NDArray[np.int32]  # for each decision, the number of its option
 
 
 class _Problem(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("units", "class_count", "options", "stride")] + [
-        (name, ctypes.c_void_p) for name in ("backward", "classes", "counts", "resources", "seconds")
+    _fields_ = [(name, ctypes.c_int32) for name in ("units", "decision_count", "class_count", "options", "stride")] + [
+        (name, ctypes.c_void_p) for name in ("backward", "decisions", "classes", "counts", "resources", "seconds")
     ]
 
 
@@ -26,6 +26,7 @@ class Tables:
     """What each option's tasks take for each class of units, and on which resources."""
 
     backward: npt.NDArray[np.float64]  # [units]
+    decisions: npt.NDArray[np.int32]  # [units], rising from 0; units of one decision take the same option
     classes: npt.NDArray[np.int32]  # [units]
     counts: npt.NDArray[np.uint8]  # [options]
     resources: npt.NDArray[np.uint8]  # [options, tasks]
@@ -34,6 +35,10 @@ class Tables:
     @property
     def units(self) -> int:
         return len(self.backward)
+
+    @property
+    def decided(self) -> int:
+        return int(self.decisions[-1]) + 1
 
     @property
     def options(self) -> int:
@@ -67,10 +72,16 @@ class Evaluator:
         self._library = _library()
         problem = _Problem(
             tables.units,
+            tables.decided,
             len(tables.seconds),
             tables.options,
             tables.resources.shape[1],
-            *(_address(a) for a in (tables.backward, tables.classes, tables.counts, tables.resources, tables.seconds)),
+            _address(tables.backward),
+            _address(tables.decisions),
+            _address(tables.classes),
+            _address(tables.counts),
+            _address(tables.resources),
+            _address(tables.seconds),
         )
         self._planner = self._library.gz_plan_open(ctypes.byref(problem))
 
@@ -90,27 +101,27 @@ class Evaluator:
     def best(
         self,
         plan: Plan,
-        unit: int,
+        decision: int,
         tried: npt.NDArray[np.int32],
         time: float,
         *,
         simulated: int | None = None,
         worth: float = 0.0,
     ) -> tuple[int, float]:
-        """The best option of one unit and the plan's time with it; `time` is that of the plan as it is.
+        """The best option of one decision and the plan's time with it; `time` is that of the plan as it is.
 
         With `simulated` all options are estimated and only so many of them, the likeliest, are simulated; none if the
-        plan without this unit would save no more than `worth` seconds.
+        plan without its units would save no more than `worth` seconds.
         """
         found = ctypes.c_double(time)
         most = len(tried) if simulated is None else min(simulated, len(tried))
         option = self._library.gz_plan_best(
-            self._planner, _address(plan), unit, _address(tried), len(tried), most, worth, ctypes.byref(found)
+            self._planner, _address(plan), decision, _address(tried), len(tried), most, worth, ctypes.byref(found)
         )
         return int(option), found.value
 
     def offload(self, plan: Plan, groups: Sequence[Sequence[tuple[int, int]]], time: float) -> tuple[Plan, float, int]:
-        """The best plan over all counts: in each group of (unit, its other option) the first q take the other one."""
+        """The best plan over all counts: in each group of (decision, its other option) the first q take the other."""
         starts = np.cumsum([0, *map(len, groups)], dtype=np.int32)
         members = np.array([unit for group in groups for unit, _ in group], np.int32)
         others = np.array([option for group in groups for _, option in group], np.int32)

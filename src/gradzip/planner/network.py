@@ -96,7 +96,7 @@ class Network:
         measured = self._find(kind, group)
         line = measured.curve.line
         there = Topology.of(self.profile)
-        bytes_there = _factor(kind, measured.peers, transport)
+        bytes_there = wire_factor(kind, measured.peers, transport)
         wire_there = _wire_s(kind, measured.group, there, self._there, transport, there.ranks_per_host)
         host_s_per_wire_byte = max(0.0, line.s_per_byte - wire_there) / bytes_there
         round_s = line.latency_s / _rounds(kind, measured.peers, transport)
@@ -105,7 +105,7 @@ class Network:
             _resources(kind, group, topology, transport),
             round_s * _rounds(kind, peers, transport),
             _wire_s(kind, group, topology, self._here, transport, active)
-            + host_s_per_wire_byte * _factor(kind, peers, transport),
+            + host_s_per_wire_byte * wire_factor(kind, peers, transport),
             f"{measured.kind}.{measured.group}",
         )
 
@@ -144,7 +144,7 @@ def _rounds(kind: str, peers: int, transport: str) -> int:
     return (peers - 1) * (2 if kind == "ar" else 1)
 
 
-def _factor(kind: str, peers: int, transport: str) -> float:
+def wire_factor(kind: str, peers: int, transport: str) -> float:
     """Bytes that pass the busiest rank in one direction, for each byte that a rank puts in."""
     if kind == "ar":
         return 2 * (peers - 1) / peers
@@ -158,7 +158,7 @@ def _factor(kind: str, peers: int, transport: str) -> float:
 def _wire_s(kind: str, group: str, topology: Topology, rates: dict[str, float], transport: str, active: int) -> float:
     """Seconds on the slowest link for each byte that a rank puts in."""
     hosts, local = topology.hosts, topology.ranks_per_host
-    factor = _factor(kind, topology.size(group), transport)
+    factor = wire_factor(kind, topology.size(group), transport)
     if group == "flat" and hosts > 1 and local > 1:
         if kind == "ar" or (transport == "nccl" and kind != "a2a" and kind != "gat"):
             inter = intra = factor  # a ring crosses each card once

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ..collectives.coder import cuttable
+from ..collectives.layout import PART
 from ..errors import PlanError
 from ..option import Option
 from .choices import Choice, Limits, choices, twin
-from .cost import FEATURES, Pricing, features
+from .cost import FEATURES, Amount, Pricing, features
 from .fast import Evaluator, Plan, Tables
 from .network import Network
+from .profile import CodecCost
 from .timeline import Task, Timeline, simulate
 from .units import Unit
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A chunk of a unit: its raw and coded bytes, then what of those it carries if the unit goes in one piece."""
+
+    unit: int
+    backward_s: float
+    size: tuple[float, ...]
+
+
+def _cut(choice: Choice) -> bool:
+    """Whether the runtime sends it in chunks: what each value goes through alone, except sums that torch makes."""
+    if choice.option.route in ("allreduce", "factors"):
+        return False
+    return choice.codec is None or cuttable(choice.codec.codec)
 
 
 class Problem:
@@ -51,21 +70,51 @@ class Problem:
             for j, task in enumerate(choice.tasks):
                 resources[i, j] = task.resources
                 factors[i, j] = task.seconds
-        codecs = list({id(c.codec): c.codec for c in self.choices}.values())
-        sizes = [(u.raw_bytes, *(u.payload_bytes(c) if c else 0.0 for c in codecs)) for u in self.units]
-        kinds = {size: i for i, size in enumerate(dict.fromkeys(sizes))}
+        parts = [part for i, unit in enumerate(self.units) for part in self._parts(i, unit)]
+        kinds: dict[tuple[float, ...], int] = {}
+        for part in parts:
+            kinds.setdefault(part.size, len(kinds))
+        whole = np.array([not _cut(c) for c in self.choices])
         seconds = np.zeros((len(kinds), len(self.choices), stride))
-        for column, codec in enumerate(codecs, 1):
-            own = [i for i, c in enumerate(self.choices) if c.codec is codec]
-            amounts = np.array([features(size[0], size[column], codec, self.network) for size in kinds])
-            seconds[:, own] = np.einsum("kf,otf->kot", amounts, factors[own])
-        ready = np.array([u.ready_s for u in self.units])
-        if np.any(np.diff(ready) < 0):
-            raise PlanError("units must come in the order in which they are ready")
+        for column, codec in enumerate(self._codecs(), 1):
+            for cut in (False, True):
+                own = np.flatnonzero([c.codec is codec for c in self.choices] & (whole != cut))
+                amounts = np.array([self._amounts(size, column, codec, cut) for size in kinds])
+                seconds[:, own] = np.einsum("kf,otf->kot", amounts, factors[own])
+        return Tables(
+            np.array([part.backward_s for part in parts]),
+            np.array([part.unit for part in parts], np.int32),
+            np.array([kinds[part.size] for part in parts], np.int32),
+            counts,
+            resources,
+            np.ascontiguousarray(seconds),
+        )
+
+    def _codecs(self) -> list[CodecCost | None]:
+        return list({id(c.codec): c.codec for c in self.choices}.values())
+
+    def _parts(self, number: int, unit: Unit) -> list[_Part]:
+        """A unit as the chunks that the runtime makes of it, which go through a route one after the other."""
+        count = 1
+        if self.network.profile.transport == "host":
+            count = max(1, round(unit.raw_bytes / (PART * self.network.topology.world * 4)))
+        raw = float(unit.raw_bytes)
+        payloads = [unit.payload_bytes(codec) if codec else 0.0 for codec in self._codecs()]
+        chunk = (raw / count, *(p / count for p in payloads))
+        ready = [u.ready_s for u in self.units]
         # What backward does after the last gradient is computed with the last unit.
         ready[-1] = max(ready[-1], self.network.profile.backward_s)
-        classes = np.array([kinds[size] for size in sizes], np.int32)
-        return Tables(np.diff(ready, prepend=0.0), classes, counts, resources, np.ascontiguousarray(seconds))
+        backward_s = ready[number] - (ready[number - 1] if number else 0.0)
+        if backward_s < 0:
+            raise PlanError("units must come in the order in which they are ready")
+        first = _Part(number, backward_s, (*chunk, raw, *payloads))
+        return [first, *[_Part(number, 0.0, (*chunk, 0.0, *(0.0 for _ in payloads)))] * (count - 1)]
+
+    def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None, cut: bool) -> Amount:
+        """Features of a chunk for choices that go by chunks; of the whole unit, once, for those that do not."""
+        half = len(size) // 2
+        raw, payload = (size[0], size[column]) if cut else (size[half], size[half + column])
+        return features(raw, payload, codec, self.network) if raw else np.zeros(len(FEATURES))
 
     @property
     def outside_s(self) -> float:
@@ -79,11 +128,11 @@ class Problem:
     def step_s(self, plan: Plan) -> float:
         return self.outside_s + self.evaluator.time(plan)
 
-    def timeline(self, plan: Plan, scale: npt.NDArray[np.float64] | None = None) -> Timeline:
-        """The whole story of a plan, by the reference."""
+    def timeline(self, plan: Plan) -> Timeline:
+        """The whole story of a plan, by the reference; its units are chunks: see tables.decisions."""
         tasks = []
-        for unit, number in enumerate(plan):
-            kind = self.tables.classes[unit]
+        for decision, kind in zip(self.tables.decisions, self.tables.classes):
+            number = plan[decision]
             seconds = self.tables.seconds[kind, number]
             tasks.append([Task(t.label, t.resources, float(s)) for t, s in zip(self.choices[number].tasks, seconds)])
         return simulate(self.tables.backward.tolist(), tasks)
@@ -100,7 +149,7 @@ class Problem:
         for _ in range(samples):
             factors = [max(0.1, 1 + residuals[s] * rng.standard_normal()) for s in sources]
             scaled = tables.seconds * np.array([*factors, 1.0])[index]
-            changed = Tables(tables.backward, tables.classes, tables.counts, tables.resources, scaled)
+            changed = Tables(tables.backward, tables.decisions, tables.classes, tables.counts, tables.resources, scaled)
             times.append(self.outside_s + Evaluator(changed).time(plan))
         return float(np.std(times) / np.mean(times))
 

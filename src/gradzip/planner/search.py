@@ -93,13 +93,14 @@ def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
     A wait counts only if that unit never waited for a link itself: otherwise earlier units may be to blame.
     """
     tables = problem.tables
+    starts = problem.evaluator.starts(plan)
+    decided, plan = plan, plan[tables.decisions]  # from here on by chunks
     rows = np.arange(len(plan))
     there = np.arange(tables.resources.shape[1]) < tables.counts[plan][:, None]
     slow = INTER_IN | INTER_OUT if problem.network.topology.hosts > 1 else INTRA_IN | INTRA_OUT
     uses = (tables.resources[plan] & slow > 0) & there
     first_slow = uses.argmax(axis=1)
     first_any = ((tables.resources[plan] & LINKS > 0) & there).argmax(axis=1)
-    starts = problem.evaluator.starts(plan)
     seconds = np.concatenate([tables.backward[:, None], tables.seconds[tables.classes, plan]], axis=1)
     ends = starts + seconds
     prompt = starts[rows, first_any + 1] <= ends[rows, first_any] * (1 + 1e-12)
@@ -112,8 +113,10 @@ def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
     gaps = np.flatnonzero((begun[1:] > reached[:-1] * (1 + 1e-9)) & new[1:])
     if not len(gaps):
         return set()
-    plain = np.array([not choice.compresses for choice in problem.choices])[plan]
-    return set(np.flatnonzero(plain & (sent.max(axis=1) <= reached[gaps[-1]])).tolist())
+    plain = np.array([not choice.compresses for choice in problem.choices])[decided]
+    through = np.full(len(decided), -math.inf)
+    np.maximum.at(through, tables.decisions, sent.max(axis=1))
+    return set(np.flatnonzero(plain & (through <= reached[gaps[-1]])).tolist())
 
 
 def algorithm_2(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
@@ -122,7 +125,7 @@ def algorithm_2(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float
     for unit, number in enumerate(plan.tolist()):  # in order of readiness: farthest from the output first
         other = problem.offloaded[number] if number < problem.primary else None
         if other is not None:
-            groups.setdefault((int(problem.tables.classes[unit]), number), []).append((unit, other))
+            groups.setdefault((problem.units[unit].raw_bytes, number), []).append((unit, other))
     if not groups:
         return plan, found
     members = sorted(groups.values(), key=len)

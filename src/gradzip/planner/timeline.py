@@ -6,7 +6,7 @@ the other. The rules, which follow what the runtime does:
     resources     the processor that computes (and codes on the GPU), a thread that codes on the CPU, the copy engines,
                   and each direction of the links inside and between hosts. Each does one thing at a time.
     queues        first come, first served; who comes at the same moment is served in the order of units. A task of
-                  several resources starts when it is first in the queues of all of them.
+                  several resources starts when it is first in the queues of all of them; one of none is a delay.
     computing     goes on when no coding waits for its processor: coding delays what is computed later.
     order         the k-th communication of a unit is not issued before the k-th of every earlier unit that has one,
                   because all ranks must issue alike.
@@ -101,6 +101,8 @@ class _Simulation:
             self.finished += done
             arrived = [self.complete(event) for event in done]
             for unit, step in sorted([a for a in arrived if a is not None] + self.release()):
+                if not self.tasks[unit][step].resources:
+                    self.start(unit, step, now)
                 for i, queue in enumerate(self.queues):
                     if self.tasks[unit][step].resources >> i & 1:
                         queue.append((unit, step))
@@ -146,11 +148,15 @@ class _Simulation:
             if not self.busy(task.resources) and all(q[0] == (unit, step) for q in wanted):
                 for q in wanted:
                     q.pop(0)
-                self.running.append(Event(unit, step, task.label, task.resources, now, now + task.seconds))
+                self.start(unit, step, now)
         unit = self.computed
         if not self.computing and unit < len(self.backward) and not self.busy(GPU) and not self.queues[0]:
             self.computing = True
             self.running.append(Event(unit, -1, "backward", GPU, now, now + self.backward[unit]))
+
+    def start(self, unit: int, step: int, now: float) -> None:
+        task = self.tasks[unit][step]
+        self.running.append(Event(unit, step, task.label, task.resources, now, now + task.seconds))
 
     def busy(self, resources: int) -> bool:
         return any(e.resources & resources for e in self.running)

@@ -1,0 +1,120 @@
+"""What collectives cost on the real ranks, alone: torch's all-reduce, and bytes from rank to rank as the runtime sends
+them. Every size is timed several times from a common start until the slowest rank is through.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...collectives import Topology
+from ..network import BITS, wire_factor
+from ..profile import Collective, Curve, Link
+
+SIZES = (4 << 10, 512 << 10, 2 << 20, 8 << 20)  # bytes that each rank puts in
+ROUNDS = 5
+LONGEST_S = 2.0  # one call; larger sizes are left out then
+KINDS = ("ar", "rs", "ag", "a2a", "red", "gat", "bc")
+ITEM = 4  # bytes of a value
+
+
+def measure_network(group: dist.ProcessGroup, nominal_bits_per_s: float | None = None) -> dict[str, Any]:
+    """`collectives` and `links` of a profile. Call it on all ranks of the group at the same point."""
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    topology = Topology.of_ranks(rank, ranks)
+    wire = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    try:
+        return _measure(_Bench(rank, wire, topology, group), nominal_bits_per_s)
+    finally:
+        dist.destroy_process_group(wire)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    rank: int
+    wire: Any  # a Gloo group of its own; ranks are numbers in it
+    topology: Topology
+    plain: dist.ProcessGroup  # that of DDP
+
+    def slowest(self, seconds: float) -> float:
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.wire)
+        return float(slowest)
+
+
+def _measure(bench: _Bench, nominal_bits_per_s: float | None) -> dict[str, Any]:
+    topology = bench.topology
+    hosts, ranks = len(topology.hosts), len(topology.hosts[0])
+    wanted = ["inter"] * (hosts > 1) + ["intra"] * (ranks > 1)
+    groups = {name: "flat" if topology.single else name for name in wanted}
+    collectives = [_collective(bench, kind, name, where) for name, where in groups.items() for kind in KINDS]
+    links = {}
+    for name in groups:
+        share = ranks if name == "inter" else 1
+        rates = [
+            share * BITS * wire_factor(c.kind, c.peers, "host") / c.curve.line.s_per_byte
+            for c in collectives
+            if c.group == name and c.curve.line.s_per_byte > 0
+        ]
+        nominal = nominal_bits_per_s if name == "inter" else None
+        links[name] = Link(min(max(rates), nominal or max(rates)), nominal)
+    if not topology.single:
+        collectives += [_collective(bench, kind, "flat", "flat") for kind in KINDS]
+    return {"collectives": tuple(collectives), "links": links}
+
+
+def _collective(bench: _Bench, kind: str, name: str, where: str) -> Collective:
+    points: list[tuple[float, float]] = []
+    for size in SIZES:
+        seconds = statistics.median(_timed(bench, kind, where, size) for _ in range(ROUNDS))
+        points.append((float(size), seconds))
+        if seconds > LONGEST_S:
+            break
+    return Collective(kind, name, bench.topology.groups()[where].size, Curve(tuple(points)))
+
+
+def _timed(bench: _Bench, kind: str, where: str, size: int) -> float:
+    whole = torch.zeros(size // ITEM)
+    device = "cuda" if dist.get_backend(bench.plain) == "nccl" else "cpu"
+    own = whole.to(device) if kind == "ar" and where == "flat" else whole
+    dist.barrier(bench.wire)
+    begin = time.perf_counter()
+    if kind == "ar" and where == "flat":
+        dist.all_reduce(own, group=bench.plain)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    elif kind == "ar":
+        _exchange(bench, "rs", where, whole)
+        _exchange(bench, "ag", where, whole[: whole.numel() // bench.topology.groups()[where].size])
+    else:
+        _exchange(bench, kind, where, whole)
+    return bench.slowest(time.perf_counter() - begin)
+
+
+def _exchange(bench: _Bench, kind: str, where: str, whole: torch.Tensor) -> None:
+    """Data from rank to rank as a step of that kind sends it; sums are formed where a step forms them."""
+    members = bench.topology.groups()[where]
+    others = [rank for rank in members.ranks if rank != bench.rank]
+    first = members.ranks[0]
+    data = whole[: max(1, whole.numel() // members.size)] if kind in ("rs", "a2a") else whole
+    to = of = others
+    if kind in ("red", "gat"):
+        to, of = ([first], []) if bench.rank != first else ([], others)
+    elif kind == "bc":
+        to, of = (others, []) if bench.rank == first else ([], [first])
+    received = [torch.empty_like(data) for _ in of]
+    # Every receive is there before the first send; all works are kept until they are waited for.
+    works = [dist.irecv(into, group=bench.wire, group_src=rank) for rank, into in zip(of, received)]
+    works += [dist.isend(data, group=bench.wire, group_dst=rank) for rank in to]
+    for work in works:
+        if work is not None:
+            work.wait()
+    if kind in ("rs", "red"):
+        total = data.clone()
+        for part in received:
+            total += part

@@ -1,0 +1,130 @@
+"""`gradzip profile` on a script that knows nothing of it, from start to plan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradzip import cli
+from gradzip.planner import inject_folder
+from gradzip.planner.answer import Request, answer
+from gradzip.planner.choices import Limits
+from gradzip.planner.measure import Settings
+from gradzip.planner.network import Topology
+from gradzip.planner.profile import Profile
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+assert "already" in sys.modules, "another sitecustomize was not run"
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 4))
+model = DistributedDataParallel(net, bucket_cap_mb=1)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range({steps}):
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 64)).square().mean()
+    time.sleep(0.002)  # the loss: part of forward
+    loss.backward()
+    optimizer.step()
+    print("step", step, flush=True)
+print("the script went on")
+dist.destroy_process_group()
+"""
+
+
+def start(tmp_path: Path, rank: int, port: int, *options: str, steps: int = 1000) -> subprocess.Popen[str]:
+    script, others = tmp_path / "train.py", tmp_path / "others"
+    script.write_text(SCRIPT.format(steps=steps))
+    others.mkdir(exist_ok=True)
+    (others / "sitecustomize.py").write_text("import sys; sys.modules['already'] = sys")
+    own = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    more = {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "GRADZIP_ENGINE": "reference"}
+    path = os.pathsep.join([str(others), *sys.path])
+    environment = {**os.environ, **{k: str(v) for k, v in (own | more).items()}, "PYTHONPATH": path}
+    words = [sys.executable, "-m", "gradzip", "profile", *options, "--", sys.executable, str(script)]
+    return subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
+    out, port = tmp_path / "profile.json", free_port()
+    options = ["--steps", "12", "--out", str(out), "--codec", "cast", "--codec", "gcomp", "--codec", "powersgd"]
+    ranks = [start(tmp_path, rank, port, *options) for rank in range(2)]
+    ended = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    assert "7 steps measured, 6 tensors" in ended[0][1]
+    assert "the script went on" not in ended[0][0]
+    measured = Profile.load(out)
+    assert {t.name for t in measured.tensors} == {f"{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")}
+    order = [t.name for t in measured.tensors]
+    assert order.index("4.weight") < order.index("2.weight") < order.index("0.weight")
+    assert 0.002 < measured.forward_s < 1
+    assert (measured.hosts, measured.ranks_per_host) == (2, 1)
+    assert measured.step_s is not None
+    assert measured.step_s > measured.backward_s
+    assert set(measured.codecs) == {"cast", "gcomp", "powersgd"}
+    assert measured.codecs["cast"].ratio == pytest.approx(2, rel=0.05)
+    assert measured.codecs["powersgd"].ratio > 10
+    assert {c.kind for c in measured.collectives} == {"ar", "rs", "ag", "a2a", "red", "gat", "bc"}
+    assert measured.bucket_bytes == 1 << 20
+    found = answer(Request(measured, Topology(2, 1, 1e7), Limits(lossy=True)))
+    assert found.pays
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    out, port = tmp_path / "profile.json", free_port()
+    options = ["--steps", "1000000", "--out", str(out), "--codec", "cast"]
+    ranks = [start(tmp_path, rank, port, *options, steps=1000000) for rank in range(2)]
+    assert ranks[0].stdout is not None
+    for line in ranks[0].stdout:
+        if line.strip() == "step 20":
+            break
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGINT)
+    for rank in ranks:
+        rank.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert Profile.load(out).steps >= 10
+
+
+def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(7, "x.json", ("cast",), 1e9, True)
+    monkeypatch.setenv("GRADZIP_PROFILE", settings.to_text())
+    assert Settings.from_environment() == settings
+    assert (inject_folder() / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["profile"], "no command to run"),
+        (["profile", "--steps", "3", "--", "true"], "at least 7"),
+        (["profile", "--codec", "gcmop", "--", "true"], "did you mean 'gcomp'"),
+        (["profile", "--", "no-such-program"], "cannot run 'no-such-program'"),
+    ],
+)
+def test_wrong_requests_say_why(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 1
+    assert message in capsys.readouterr().err
