@@ -369,3 +369,30 @@ def _decode_or_refuse(codec: Codec, frame: torch.Tensor) -> None:
         except CodecError:
             continue
         assert decoded_numel == wire.read_header(frame).numel
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+# Means and Euclidean norms: a GPU adds in another order, so that their last bit may differ.
+ROUNDED_SUMS = ("sign", "onebit", "terngrad:clip", "qsgd:bits=4,norm=l2", "dgc:ratio=0.3,clip")
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_and_reads_the_same_frames(codec: Codec) -> None:
+    if codec.name == "gcomp":
+        pytest.skip("tests/test_gpu_engine.py compares its engines")
+    for dtype in supported(codec):
+        for numel in (0, 1, 77, 5000, 131072 + 5):
+            x = gradient(numel, seed=numel, dtype=dtype)
+            here = encoded(codec, x)
+            ctx = Context(name="layer.weight", step=3, seed=5)
+            there = codec.encode(x.cuda(), ctx)
+            assert there.is_cuda
+            assert there.numel() == here.numel()
+            if not str(codec).startswith(ROUNDED_SUMS):
+                assert torch.equal(there.cpu(), here)
+            again = codec.decode(here.cuda(), ctx)
+            assert same_bits(again.cpu(), decoded(codec, here, numel))
+    x = gradient(5000)
+    x[123] = torch.nan
+    assert not bool(codec.decode(codec.encode(x.cuda(), context(0))).isfinite().all())

@@ -351,3 +351,27 @@ def test_the_volume_said_is_the_volume_sent() -> None:
     ranks.reduce([[torch.ones(s) for s in shapes]])
     assert sum(ranks.volumes) == sum(map(ranks.codec.sent, shapes))
     assert ranks.collectives == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alternate", [False, True])
+def test_on_a_gpu(alternate: bool) -> None:
+    """Replicas are identical there too, and nothing goes wrong with zeros and dependent columns."""
+    rng = generator(22)
+    shapes = [(64, 96), (64, 96), (33, 40), (10,)]
+    ranks = Ranks(PowerSGD(rank=4, alternate=alternate), 2, [f"p{i}" for i in range(len(shapes))])
+    tensors = [[torch.randn(s, generator=rng).cuda() for s in shapes] for _ in range(2)]
+    for rank in tensors:
+        rank[1] = low_rank((64, 96), 2, 23).cuda()
+        rank[2].zero_()
+    for _ in range(4):
+        results = ranks.reduce(tensors)
+        assert all(torch.equal(a.mean, b.mean) for a, b in zip(*results))
+        assert all(bool(r.mean.isfinite().all()) for r in results[0])
+    assert close(results[0][1].mean, tensors[0][1])
+    assert not bool(results[0][2].mean.any())
+    for name, p in hostile().items():
+        x = _orthonormal([p[None].cuda()])[0][0].double()
+        gram = x.T @ x
+        alive = (gram.diagonal() > 0.5).double()
+        assert float((gram - torch.diag(alive)).abs().max()) < 1e-6, name
