@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,13 +71,14 @@ class Problem:
             for j, task in enumerate(choice.tasks):
                 resources[i, j] = task.resources
                 factors[i, j] = task.seconds
-        parts = [part for i, unit in enumerate(self.units) for part in self._parts(i, unit)]
+        codecs = list({id(c.codec): c.codec for c in self.choices}.values())
+        parts = self._parts(codecs)
         kinds: dict[tuple[float, ...], int] = {}
         for part in parts:
             kinds.setdefault(part.size, len(kinds))
         whole = np.array([not _cut(c) for c in self.choices])
         seconds = np.zeros((len(kinds), len(self.choices), stride))
-        for column, codec in enumerate(self._codecs(), 1):
+        for column, codec in enumerate(codecs, 1):
             for cut in (False, True):
                 own = np.flatnonzero([c.codec is codec for c in self.choices] & (whole != cut))
                 amounts = np.array([self._amounts(size, column, codec, cut) for size in kinds])
@@ -90,25 +92,22 @@ class Problem:
             np.ascontiguousarray(seconds),
         )
 
-    def _codecs(self) -> list[CodecCost | None]:
-        return list({id(c.codec): c.codec for c in self.choices}.values())
-
-    def _parts(self, number: int, unit: Unit) -> list[_Part]:
-        """A unit as the chunks that the runtime makes of it, which go through a route one after the other."""
-        count = 1
-        if self.network.profile.transport == "host":
-            count = max(1, round(unit.raw_bytes / (PART * self.network.topology.world * 4)))
-        raw = float(unit.raw_bytes)
-        payloads = [unit.payload_bytes(codec) if codec else 0.0 for codec in self._codecs()]
-        chunk = (raw / count, *(p / count for p in payloads))
-        ready = [u.ready_s for u in self.units]
-        # What backward does after the last gradient is computed with the last unit.
-        ready[-1] = max(ready[-1], self.network.profile.backward_s)
-        backward_s = ready[number] - (ready[number - 1] if number else 0.0)
-        if backward_s < 0:
-            raise PlanError("units must come in the order in which they are ready")
-        first = _Part(number, backward_s, (*chunk, raw, *payloads))
-        return [first, *[_Part(number, 0.0, (*chunk, 0.0, *(0.0 for _ in payloads)))] * (count - 1)]
+    def _parts(self, codecs: Sequence[CodecCost | None]) -> list[_Part]:
+        """Units as the chunks that the runtime makes of them, which go through a route one after the other."""
+        profile, parts, clock = self.network.profile, list[_Part](), 0.0
+        chunk_bytes = PART * self.network.topology.world * 4 if profile.transport == "host" else math.inf
+        for number, unit in enumerate(self.units):
+            count = max(1, round(unit.raw_bytes / chunk_bytes))
+            whole = (float(unit.raw_bytes), *(unit.payload_bytes(c) if c else 0.0 for c in codecs))
+            chunk = tuple(size / count for size in whole)
+            # What backward does after the last gradient is computed with the last unit.
+            ready = max(unit.ready_s, profile.backward_s) if number + 1 == len(self.units) else unit.ready_s
+            if ready < clock:
+                raise PlanError("units must come in the order in which they are ready")
+            parts.append(_Part(number, ready - clock, (*chunk, *whole)))
+            parts += [_Part(number, 0.0, (*chunk, *[0.0] * len(whole)))] * (count - 1)
+            clock = ready
+        return parts
 
     def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None, cut: bool) -> Amount:
         """Features of a chunk for choices that go by chunks; of the whole unit, once, for those that do not."""
