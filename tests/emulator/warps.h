@@ -73,6 +73,12 @@ inline void meet(Meeting& m, const char* what) {
     fibers[me].waits_for = nullptr;
 }
 
+// Gives the other threads a turn.
+inline void yield() {
+    unsigned me = thread.x;
+    swapcontext(&fibers[me].context, &scheduler);
+}
+
 inline Meeting& my_warp() { return warps[thread.x / 32]; }
 
 inline Meeting& exchange(uint64_t value, const char* what) {

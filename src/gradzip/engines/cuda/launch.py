@@ -190,19 +190,20 @@ class Launch:
         for part in parts:
             packed.append(_pack(part, self._groups, self._segments))
             blocks = blocks_of(part.values.numel())
-            self._groups += -(-blocks // self._warps)
+            self._groups += blocks if encodes else -(-blocks // self._warps)
             self._segments += segments_of(part.values.numel())
         self._main = self._kernels["encode" if encodes else "decode"]
-        self._running = min(self._groups, self._launcher.resident(self._main, 32 * self._warps))
+        wanted = -(-self._groups // self._warps) if encodes else self._groups
+        self._running = min(wanted, self._launcher.resident(self._main, 32 * self._warps))
+        self._slots = 0 if coding == FIXED else self._running * self._warps * (2 if encodes else 1)
         self._arguments = self._packed(job, coding, 0, b"".join(packed))
 
     def _packed(self, job: Job, coding: int, counts: int, tensors: bytes) -> ctypes.Array[ctypes.c_char]:
         space = self._space
-        slots = 0 if coding == FIXED else self._running * self._warps
         signed_book = job.book - (1 << 32) if job.book >= 1 << 31 else job.book
         head = _ARGS.pack(
             space.get("codes", 4 * CODE_STRIDE * self._segments), space.get("progress", 8 * self._groups),
-            space.ticket.data_ptr(), space.get("slots", slots * SLOT_BYTES), space.status.data_ptr(),
+            space.ticket.data_ptr(), space.get("slots", self._slots * SLOT_BYTES), space.status.data_ptr(),
             ctypes.addressof(space.result), space.get("words", 4 * self._segments), counts,
             self._count, self._groups, self._segments, coding, signed_book, job.shift, job.limit, 0,
             job.keep, *_rounding(job), 0,

@@ -17,7 +17,7 @@ constexpr int kBlock = 4096, kSegmentBlocks = 32;
 constexpr u32 kCodeStride = 260;  // words per segment in the encoder's table: 257 entries of code | length << 8
 constexpr int kExact = -256;      // the floor of values that stay exact; so low that no test needs it
 constexpr int kCoarsest = 103;    // the highest floor: up to here 2^(f+23) + x stays finite
-constexpr u32 kSlotBytes = 32768; // scratch memory of a warp: a block before its place is known, or two lists
+constexpr u32 kSlotBytes = 32768; // scratch memory: a block before its place is known (two per warp), or two lists
 
 enum { kRaw = 0, kDense = 1, kSparse = 2 };
 enum { kFixed = 0, kNear = 1, kPaper = 2 };                                 // codings
@@ -53,7 +53,7 @@ struct Tensor {
     u64 numel;
     u64 body_bytes;
     int c0, c1, c2;
-    u32 first_group, first_segment;  // where its groups of blocks and its segments begin among those of all tensors
+    u32 first_group, first_segment;  // where its blocks (decoder: groups of blocks) and segments begin among those of all
     u32 padding;
 };
 
@@ -61,14 +61,16 @@ constexpr int kMaxTensors = 16;
 
 struct Args {
     u64 codes;      // u32[segments][kCodeStride], or the decoder's lookup tables u32[segments][256]
-    u64 progress;   // u64[groups]: how far the sums of block lengths are known
+    u64 progress;   // u64[groups]: how far the sums of block lengths are known, for the encoder
     u64 ticket;     // u32
     u64 slots;      // kSlotBytes per warp
     u64 status;     // u32
     u64 sizes;      // u64 per tensor, then the status: host memory
     u64 words;      // u32 per segment: the words that its blocks take
     u64 counts;     // int32[segments][256]: histograms wanted, and nothing else; 0: not
-    int tensors, groups, segments, coding, book, shift, limit, sampled;
+    int tensors;
+    int groups;     // encoder: blocks; decoder: groups of blocks
+    int segments, coding, book, shift, limit, sampled;
     int keep, cut, up, odd, mask, padding;
     Tensor tensor[kMaxTensors];
 };
@@ -179,6 +181,30 @@ DEVICE u64 blocks_of(u64 numel) { return (numel + kBlock - 1) / kBlock; }
 DEVICE u64 segments_of(u64 numel) { return (numel + kBlock * kSegmentBlocks - 1) / (kBlock * kSegmentBlocks); }
 DEVICE u64 index_offset(u64 numel, bool book) { return 8 + (book ? 0 : 128 * segments_of(numel)); }
 DEVICE u64 blocks_offset(u64 numel, bool book) { return index_offset(numel, book) + (2 * blocks_of(numel) + 3) / 4 * 4; }
+
+// In a loop that waits for another warp.
+DEVICE void let_others_run() {
+#if defined(__CUDA_ARCH__)
+    __nanosleep(20);
+#else
+    emulator::yield();
+#endif
+}
+
+// Copies 16 bytes to shared memory, without waiting.
+DEVICE void copy_async(void* to, const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from));
+#else
+    *(uint4*)to = *(const uint4*)from;
+#endif
+}
+DEVICE void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    __syncwarp();
+}
 
 template <class T>
 DEVICE T* pointer(u64 address) { return (T*)address; }

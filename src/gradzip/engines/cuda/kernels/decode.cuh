@@ -199,7 +199,7 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
 template <class F, int CODING, int FLOOR, bool ADD, int WARPS>
 DEVICE void decode_blocks(const Args& a) {
     __shared__ u32 tables[WARPS][256];
-    __shared__ __align__(1024) u32 windows[WARPS][kWindow / 4];
+    __shared__ __align__(kWindow) u32 windows[WARPS][kWindow / 4];
     __shared__ u32 rooms[WARPS][64];
     __shared__ u64 place;
     u32 warp = warp_id();

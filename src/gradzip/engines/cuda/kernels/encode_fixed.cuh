@@ -9,31 +9,36 @@ struct FixedForm {
 template <class F>
 DEVICE Four read_four(const typename F::Bits* values, u32 i) { return load_four<F>(values, i, true); }
 
-// Maps a block's values into shared memory. Returns the or of all, and whether exponents differ, over all threads.
+// Brings a block's values, mapped, to shared memory. Returns the or of all, and whether exponents differ.
 template <class F, bool KEEP>
 DEVICE void gather_fixed(const Args& a, const typename F::Bits* x, int n, typename F::Bits* values, u32* bits, bool* differ) {
     typedef typename F::Bits Bits;
-    u32 all = 0, differs = 0, first = map_fixed<F, KEEP>(x[0], a);
-    if (n == kBlock && can_load_four<F>(x)) {
-#pragma unroll 1
-        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 8 * 128) {
-            Four four[8];
+    constexpr u32 kPerLane = 16 / F::kItem;  // values that are copied at once
+    u32 all = 0, differs = 0;
+    if (n == kBlock && (u64)x % 16 == 0) {
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) four[k] = load_four<F>(x, i + 128 * k, true);
-#pragma unroll
-            for (u32 k = 0; k < 8; k++) {
-                for (int c = 0; c < 4; c++) {
-                    u32 q = four[k].v[c] = map_fixed<F, KEEP>(four[k].v[c], a);
-                    all |= q;
-                    differs |= q ^ first;
-                }
-                store_four<F>(values, i + 128 * k, four[k], true);
-            }
-        }
+        for (u32 i = kPerLane * lane_id(); i < (u32)kBlock; i += 32 * kPerLane) copy_async(values + i, x + i);
     } else {
 #pragma unroll 8
+        for (u32 i = lane_id(); i < (u32)n; i += 32) values[i] = x[i];
+    }
+    wait_for_copies();
+    u32 first = map_fixed<F, KEEP>(values[0], a);
+    __syncwarp();
+    if (n == kBlock) {
+#pragma unroll 4
+        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 128) {
+            Four four = read_four<F>(values, i);
+            for (int k = 0; k < 4; k++) {
+                four.v[k] = map_fixed<F, KEEP>(four.v[k], a);
+                all |= four.v[k];
+                differs |= four.v[k] ^ first;
+            }
+            if (KEEP) store_four<F>(values, i, four, true);
+        }
+    } else {
         for (u32 i = lane_id(); i < (u32)n; i += 32) {
-            u32 q = map_fixed<F, KEEP>(x[i], a);
+            u32 q = map_fixed<F, KEEP>(values[i], a);
             all |= q;
             differs |= q ^ first;
             values[i] = (Bits)q;
@@ -210,52 +215,52 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
     return escapes != 0;
 }
 
+constexpr u32 kRefillRoom = 2048;  // bytes of refill that are kept until the block's place is known
+
+// Codes a dense block before its place is known, if its refill bytes fit; else once it is known.
 template <class F>
-DEVICE void write_fixed(const typename F::Bits* values, int n, const FixedForm& form, u32* table, u8* ring, u8* block) {
+DEVICE void write_fixed(const Args& a, const Turn& turn, const typename F::Bits* values, const FixedForm& form, u32* table,
+                        u8* ring, u8* kept) {
     typedef typename F::Bits Bits;
+    int n = turn.n;
+    if (form.kind == kDense && form.single) clear_block_table(table);
+    bool early = form.kind == kDense && form.refill <= kRefillRoom;
+    u8* block = nullptr;
+    if (!early) block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
     if (form.kind == kRaw) {
         for (int i = (int)lane_id(); i < n; i += 32) ((Bits*)block)[i] = values[i];
         if (F::kItem == 2 && n % 2 && lane_id() == 0) ((Bits*)block)[n] = 0;
         return;
     }
-    if (form.single) clear_block_table(table);
-    write_all_planes<F>(values, block + 68, n, form);
-    Lanes lanes(ring, block + 68 + form.whole * form.fields);
+    if (form.kind != kDense) return;
+    u32 refill_at = 68 + form.whole * form.fields;
+    Lanes lanes(ring, early ? kept : block + refill_at);
     bool escapes = form.rest ? push_fixed_rows<F, true>(lanes, values, table, n, form)
                              : push_fixed_rows<F, false>(lanes, values, table, n, form);
+    if (early) {
+        block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
+        copy_bytes(block + refill_at, kept, form.refill);
+    }
+    write_all_planes<F>(values, block + 68, n, form);
     finish_dense(block, {form.whole, form.rest, form.pruned, escapes, form.single, form.base, form.fields}, lanes);
 }
 
 template <class F, bool KEEP, int WARPS>
 DEVICE void encode_fixed(const Args& a) {
     typedef typename F::Bits Bits;
-    __shared__ __align__(1024) u8 rings[WARPS][kRing];
+    __shared__ __align__(kRing) u8 rings[WARPS][kRing];
     __shared__ __align__(16) Bits gathered[WARPS][kBlock];
+    __shared__ __align__(4) u8 kept[WARPS][kRefillRoom];
     __shared__ u32 tables[WARPS][256];
-    __shared__ u32 all_words[WARPS];
-    __shared__ GroupRoom room;
     u32 warp = warp_id();
-    for (;;) {
-        u32 group = next_group(a, room);
-        if (group >= (u32)a.groups) return;
-        int number = tensor_of_group(a, group);
-        const Tensor& t = a.tensor[number];
-        u64 block = (u64)(group - t.first_group) * WARPS + warp, start = block * kBlock;
-        bool here = start < t.numel;
-        int n = here ? (int)(t.numel - start < kBlock ? t.numel - start : kBlock) : 0;
-        const u32* codes = pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride;
-        FixedForm form = {};
-        if (here) {
-            u32 bits;
-            bool differ;
-            gather_fixed<F, KEEP>(a, pointer<const Bits>(t.values) + start, n, gathered[warp], &bits, &differ);
-            form = measure_fixed<F>(gathered[warp], n, bits, differ, codes, tables[warp]);
-        }
-        u64 place = place_of_block<WARPS>(a, t, group, form.words, all_words, room);
-        if (!here) continue;
-        note_block(a, number, t, block, form.kind, form.words, place);
-        if (form.words == 0) continue;
-        u8* to = pointer<u8>(t.body) + blocks_offset(t.numel, a.book) + 4 * place;
-        write_fixed<F>(gathered[warp], n, form, tables[warp], rings[warp], to);
+    for (Turn turn; next_turn(a, turn);) {
+        u32 bits;
+        bool differ;
+        const Bits* x = pointer<const Bits>(turn.tensor->values) + turn.start;
+        gather_fixed<F, KEEP>(a, x, turn.n, gathered[warp], &bits, &differ);
+        FixedForm form = measure_fixed<F>(gathered[warp], turn.n, bits, differ, turn.codes, tables[warp]);
+        announce(a, turn, form.words);
+        write_fixed<F>(a, turn, gathered[warp], form, tables[warp], rings[warp], kept[warp]);
+        __syncwarp();
     }
 }

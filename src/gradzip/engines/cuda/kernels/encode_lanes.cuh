@@ -140,15 +140,12 @@ DEVICE LaneCounts measure_near(const Source<Float32, FLOOR>& s, int n, const u32
 
 // One row: phases 4 to 1 of the format.
 template <int CODING>
-DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, int chunks) {
+DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, bool chunked) {
     u32 field = (q.bits & 0x80000000u) | ((q.bits << 8) & 0x7fffffffu);  // sign and mantissa on top
-    lanes.push_part(q.width ? field >> (32 - q.width) : 0, q.width, chunks);
+    lanes.push_part(q.width ? field >> (32 - q.width) : 0, q.width, chunked);
     if (CODING == kPaper) lanes.push(q.width ? (u32)(24 - q.width) / 6 : 0, q.width ? 2 : 0);
     lanes.push_exponent(q.e, entry, escapes);
 }
-
-// How many chunks the widest of some lane parts needs.
-DEVICE int chunks_for(int widest) { return any(widest > 16) ? 3 : any(widest > 8) ? 2 : 1; }
 
 // Pushes all rows, the last one first. While four rows are coded, the next four are on their way.
 template <int CODING, int FLOOR>
@@ -166,9 +163,9 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         }
         __syncwarp();
         bool now = any(entry & kEscapes);
-        seen |= now;
+        seen |= entry & kEscapes;
         q.bits = quiet(q.bits);
-        push_lane_row<CODING>(lanes, q, entry, now, chunks_for(q.width));
+        push_lane_row<CODING>(lanes, q, entry, now, any(q.width > 8));
         lanes.write_half();
     }
     Source<Float32, FLOOR> ahead = s;  // its pointers move on
@@ -192,19 +189,20 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
             count_value(c, q[k], entry[k], first);
         }
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
-        bool escaped = false;
-        if (any(flags & (kEscapes | kSpecial))) {
-            escaped = any(flags & kEscapes);
+        bool escaped = any(flags & (kEscapes | kSpecial));
+        if (escaped) {
+            seen |= flags & kEscapes;
             for (int k = 0; k < 4; k++) q[k].bits = quiet(q[k].bits);
         }
-        seen |= escaped;
         int widest = max_int(max_int(q[0].width, q[1].width), max_int(q[2].width, q[3].width));
-        int chunks = chunks_for(widest);
-        for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], entry[k], escaped, chunks);
-        lanes.write_half();
+        bool chunked = any(widest > 8);
+        for (int k = 3; k >= 0; k--) {
+            push_lane_row<CODING>(lanes, q[k], entry[k], escaped, chunked);
+            if (k % 2 == 0) lanes.write_half();  // a row emits up to 6 bytes per lane
+        }
     }
     lanes.write_rest();
-    *escapes = seen;
+    *escapes = any(seen);
     add_up(c, (u32)n);
     return c;
 }
@@ -253,38 +251,42 @@ DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n
     }
 }
 
+// Brings a coded block to where it belongs.
+template <int CODING, int FLOOR>
+DEVICE void deliver(const Args& a, const Turn& turn, LaneForm form, const u8* slot) {
+    u32* to = (u32*)settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
+    if (form.kind == kRaw) {
+        Source<Float32, FLOOR> source(a, *turn.tensor, turn.start);
+        for (u32 i = lane_id(); i < (u32)turn.n; i += 32) to[i] = quiet(map_row<CODING>(source, load_row(source, i)).bits);
+    } else {
+#pragma unroll 8
+        for (u32 i = lane_id(); i < form.words; i += 32) __stcs(to + i, __ldcg((const u32*)slot + i));
+    }
+    __syncwarp();
+}
+
 template <int CODING, int FLOOR, int WARPS>
 DEVICE void encode_lanes(const Args& a) {
-    __shared__ __align__(1024) u8 rings[WARPS][kRing];
+    __shared__ __align__(kRing) u8 rings[WARPS][kRing];
     __shared__ u32 tables[WARPS][256];
-    __shared__ u32 all_words[WARPS];
-    __shared__ GroupRoom room;
     u32 warp = warp_id();
-    u8* slot = pointer<u8>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * kSlotBytes;
-    for (;;) {
-        u32 group = next_group(a, room);
-        if (group >= (u32)a.groups) return;
-        int number = tensor_of_group(a, group);
-        const Tensor& t = a.tensor[number];
-        u64 block = (u64)(group - t.first_group) * WARPS + warp, start = block * kBlock;
-        bool here = start < t.numel;
-        int n = here ? (int)(t.numel - start < kBlock ? t.numel - start : kBlock) : 0;
-        const u32* codes = pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride;
-        Source<Float32, FLOOR> source(a, t, start);
-        LaneForm form = {0, 0};
-        if (here) form = code_lanes<CODING>(a, source, n, codes, tables[warp], rings[warp], slot);
+    u8* slot = pointer<u8>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * 2 * kSlotBytes;
+    // While a block waits for its place, the next one is coded.
+    Turn turn, waiting;
+    LaneForm waiting_form = {0, 0};
+    bool waits = false;
+    u32 side = 0;
+    while (next_turn(a, turn)) {
+        Source<Float32, FLOOR> source(a, *turn.tensor, turn.start);
+        LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, tables[warp], rings[warp], slot + side * kSlotBytes);
         __threadfence_block();
         __syncwarp();
-        u64 place = place_of_block<WARPS>(a, t, group, form.words, all_words, room);
-        if (!here) continue;
-        note_block(a, number, t, block, form.kind, form.words, place);
-        u32* to = pointer<u32>(t.body + blocks_offset(t.numel, a.book) + 4 * place);
-        if (form.kind == kRaw) {
-            for (u32 i = lane_id(); i < (u32)n; i += 32) to[i] = quiet(map_row<CODING>(source, load_row(source, i)).bits);
-        } else {
-#pragma unroll 8
-            for (u32 i = lane_id(); i < form.words; i += 32) __stcs(to + i, __ldcg((const u32*)slot + i));
-        }
-        __syncwarp();
+        announce(a, turn, form.words);
+        if (waits) deliver<CODING, FLOOR>(a, waiting, waiting_form, slot + (side ^ 1) * kSlotBytes);
+        waiting = turn;
+        waiting_form = form;
+        waits = true;
+        side ^= 1;
     }
+    if (waits) deliver<CODING, FLOOR>(a, waiting, waiting_form, slot + (side ^ 1) * kSlotBytes);
 }

@@ -27,7 +27,8 @@ DEVICE void clear_block_table(u32* table) {
     __syncwarp();
 }
 
-constexpr u32 kRing = 2048;  // bytes of shared memory, aligned to as many, where refill bytes wait to be written
+// Bytes of shared memory, aligned to as many (more is not possible), where refill bytes wait to be written.
+constexpr u32 kRing = 1024;
 
 struct Lanes {
     u32 state = 256;          // of this thread's lane
@@ -50,7 +51,7 @@ struct Lanes {
             "and.b32 place, votes, %5;\n"
             "popc.b32 place, place;\n"
             "add.u32 place, place, %1;\n"
-            "and.b32 place, place, 2047;\n"
+            "and.b32 place, place, 1023;\n"
             "or.b32 place, place, %4;\n"
             "@full st.shared.u8 [place], %0;\n"
             "@full shr.u32 grown, %0, 8;\n"
@@ -73,20 +74,24 @@ struct Lanes {
 #endif
     }
 
-    // Symbols, and before them exponents that the code has no symbol for. `escapes` is equal in all lanes.
+    // Symbols, and before them exponents that the code has no symbol for. `escapes`: whether there may be some; equal in
+    // all lanes.
     __device__ __forceinline__ void push_exponent(u32 e, u32 entry, bool escapes) {
-        if (escapes) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
+        if (escapes && any(entry & kEscapes)) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
         push(entry & 255, entry >> 8);
     }
 
-    // Lane parts of up to 24 bits in `chunks` bytes, the highest first.
-    __device__ __forceinline__ void push_part(u32 bits, int width, int chunks) {
-        if (chunks > 2) push(__byte_perm(bits, 0, 0x4442), (u32)max_int(width - 16, 0));
-        if (chunks > 1) push(__byte_perm(bits, 0, 0x4441), (u32)max_int(0, min_int(width - 8, 8)));
+    // Lane parts of up to 24 bits, the highest chunk first. `chunked`: whether some may have more than one; equal in all
+    // lanes.
+    __device__ __forceinline__ void push_part(u32 bits, int width, bool chunked) {
+        if (chunked) {
+            if (any(width > 16)) push(__byte_perm(bits, 0, 0x4442), (u32)max_int(width - 16, 0));
+            push(__byte_perm(bits, 0, 0x4441), (u32)max_int(0, min_int(width - 8, 8)));
+        }
         push(bits & 255, (u32)min_int(width, 8));
     }
 
-    // Called after four rows at the most, which emit less than half a ring.
+    // Called whenever half a ring may have been emitted.
     __device__ __forceinline__ void write_half() {
         if (at - written >= kRing / 2) write(kRing / 2);
     }
@@ -108,6 +113,16 @@ struct Lanes {
     __device__ __forceinline__ void write_rest() { write(at - written); }
 };
 
+// From shared memory, aligned to words.
+DEVICE void copy_bytes(u8* to, const u8* from, u32 count) {
+    __syncwarp();
+    u32 words = (u64)to % 4 == 0 ? count / 4 : 0;
+#pragma unroll 4
+    for (u32 i = lane_id(); i < words; i += 32) ((u32*)to)[i] = ((const u32*)from)[i];
+#pragma unroll 1
+    for (u32 i = 4 * words + lane_id(); i < count; i += 32) to[i] = from[i];
+}
+
 struct DenseHead {
     u32 whole, rest, pruned, escapes, single, base, fields;
 };
@@ -124,74 +139,73 @@ DEVICE u32 finish_dense(u8* block, const DenseHead& h, const Lanes& lanes) {
 }
 
 // --- Where blocks go -----------------------------------------------------------------------------------------------
-// A group of blocks is as many as there are warps. Each group adds up its words, and looks back at the groups before for
-// the sum of all words before it. Groups are handed out in order, so that those before are done or under way.
+// A warp takes the next block, finds out how long it is and announces that. The words of all blocks before it are summed
+// up from their announcements. Blocks are handed out in order, so that those before are done or under way.
 
 constexpr u64 kPartKnown = 1ull << 62, kSumKnown = 2ull << 62, kWordsMask = (1ull << 62) - 1;
 
-// For one warp: the words before the group, which has `own` words. Publishes the sum up to its end.
-DEVICE u64 look_back(u64* progress, u32 group, u32 first_group, u64 own) {
+struct Turn {
+    const Tensor* tensor;
+    int number;     // of the tensor
+    u32 turn;       // of the block, among those of all tensors
+    u64 block, start;
+    int n;          // values in it
+    const u32* codes;
+};
+
+// The next block to code; false: there is none.
+DEVICE bool next_turn(const Args& a, Turn& turn) {
+    u32 ticket = 0;
+    if (lane_id() == 0) ticket = atomicAdd(pointer<u32>(a.ticket), 1u);
+    ticket = uniform(ticket);
+    if (ticket >= (u32)a.groups) return false;
+    int number = tensor_of_group(a, ticket);
+    const Tensor& t = a.tensor[number];
+    u64 block = ticket - t.first_group, start = block * kBlock;
+    turn = {&t, number, ticket, block, start, (int)(t.numel - start < kBlock ? t.numel - start : kBlock),
+            pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride};
+    return true;
+}
+
+DEVICE void announce(const Args& a, const Turn& turn, u32 words) {
+    u64 state = turn.block ? kPartKnown | words : kSumKnown | words;
+    if (lane_id() == 0) *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) = state;
+}
+
+// The words before the block, once those of all blocks before are announced.
+DEVICE u64 await_place(const Args& a, const Turn& turn, u32 words) {
+    if (turn.block == 0) return 0;
+    const volatile u64* progress = pointer<const volatile u64>(a.progress) + turn.turn;
     u64 before = 0;
-    if (group > first_group) {
-        if (lane_id() == 0) *(volatile u64*)(progress + group) = kPartKnown | own;
-        long long nearest = (long long)group - 1;
-        bool found = false;
-        while (!found) {
-            long long other = nearest - lane_id();
-            u64 seen = kSumKnown;  // before the first group there is nothing
-            if (other >= (long long)first_group)
-                do seen = *(volatile u64*)(progress + other);
-                while (seen >> 62 == 0);
-            u32 sums = __ballot_sync(kAll, seen >> 62 == 2);
-            u32 last = sums ? (u32)__ffs((int)sums) - 1 : 31;
-            u64 part = lane_id() <= last ? seen & kWordsMask : 0;
-            for (int step = 16; step; step >>= 1) part += __shfl_xor_sync(kAll, part, step);
-            before += part;
-            found = sums != 0;
-            nearest -= 32;
+    for (u32 back = 1;; back += 32) {
+        u64 distance = back + lane_id();
+        u64 seen = kSumKnown;  // before the first block there is nothing
+        for (;;) {
+            if (distance <= turn.block) seen = progress[-(long long)distance];
+            if (!any(seen >> 62 == 0)) break;
+            let_others_run();
         }
+        u32 sums = __ballot_sync(kAll, seen >> 62 == 2);
+        u32 last = sums ? (u32)__ffs((int)sums) - 1 : 31;
+        // 32 blocks have fewer than 2^19 words; only the known sum may be longer.
+        u64 known = __shfl_sync(kAll, seen & kWordsMask, (int)last);
+        before += sum(lane_id() < last || !sums ? (u32)seen : 0) + (sums ? known : 0);
+        if (sums) break;
     }
-    if (lane_id() == 0) *(volatile u64*)(progress + group) = kSumKnown | (before + own);
+    if (lane_id() == 0) *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) = kSumKnown | (before + words);
     return before;
 }
 
-struct GroupRoom {
-    u32 group;
-    u64 place;
-};
-
-// The next group of blocks to code, or one past the last.
-DEVICE u32 next_group(const Args& a, GroupRoom& room) {
-    __syncthreads();
-    if (threadIdx.x == 0) room.group = atomicAdd(pointer<u32>(a.ticket), 1u);
-    __syncthreads();
-    return uniform(room.group);
-}
-
-// The words before this warp's block. All warps of the group come here, those without a block with `words` = 0.
-template <int WARPS>
-DEVICE u64 place_of_block(const Args& a, const Tensor& t, u32 group, u32 words, u32* all_words, GroupRoom& room) {
-    u32 warp = warp_id();
-    if (lane_id() == 0) all_words[warp] = words;
-    __syncthreads();
-    if (warp == 0) {
-        u64 own = 0;
-        for (int w = 0; w < WARPS; w++) own += all_words[w];
-        u64 before = look_back(pointer<u64>(a.progress), group, t.first_group, own);
-        if (lane_id() == 0) room.place = before;
+// Notes the block in the index, and with the last block the size of the body. Returns where the block goes.
+DEVICE u8* settle(const Args& a, const Turn& turn, u32 kind, u32 words, u64 place) {
+    const Tensor& t = *turn.tensor;
+    u64 at = blocks_offset(t.numel, a.book) + 4 * place;
+    if (lane_id() == 0) {
+        pointer<u16>(t.body + index_offset(t.numel, a.book))[turn.block] = (u16)(words | kind << 14);
+        if (turn.block == blocks_of(t.numel) - 1) {
+            pointer<volatile u64>(a.sizes)[turn.number] = at + 4 * (u64)words;
+            pointer<volatile u64>(a.sizes)[kMaxTensors] = *pointer<u32>(a.status);
+        }
     }
-    __syncthreads();
-    u64 place = room.place;
-    for (u32 w = 0; w < warp; w++) place += all_words[w];
-    return place;
-}
-
-// The block's entry in the index, and with the last block the size of the body.
-DEVICE void note_block(const Args& a, int number, const Tensor& t, u64 block, u32 kind, u32 words, u64 place) {
-    if (lane_id() != 0) return;
-    pointer<u16>(t.body + index_offset(t.numel, a.book))[block] = (u16)(words | kind << 14);
-    if (block == blocks_of(t.numel) - 1) {
-        pointer<volatile u64>(a.sizes)[number] = blocks_offset(t.numel, a.book) + 4 * (place + words);
-        pointer<volatile u64>(a.sizes)[kMaxTensors] = *pointer<u32>(a.status);
-    }
+    return pointer<u8>(t.body) + at;
 }
