@@ -15,9 +15,9 @@ def line(latency_s: float, s_per_byte: float) -> Curve:
     return Curve(tuple((size, latency_s + s_per_byte * size) for size in (1e4, 1e6, 1e8)))
 
 
-def codec(text: str, ratio: float, encode_gbps: float = 8.0, decode_gbps: float = 8.0) -> CodecCost:
-    own = parse(text)
-    return CodecCost(own, ratio, {"cpu": line(1e-5, 1e-9 / encode_gbps)}, {"cpu": line(1e-5, 1e-9 / decode_gbps)})
+def codec(text: str, ratio: float, *, grows: bool = False) -> CodecCost:
+    curves = {"cpu": line(1e-5, 1e-9 / 8)}
+    return CodecCost(parse(text), ratio, curves, curves, grows=grows)
 
 
 def profile(hosts: int = 4, rate: float = 1e9, **changes: Any) -> Profile:
@@ -37,7 +37,10 @@ def profile(hosts: int = 4, rate: float = 1e9, **changes: Any) -> Profile:
         hosts=hosts,
         ranks_per_host=1,
         transport="host",
-        codecs={str(c.codec): c for c in (codec("gcomp:mode=lossless", 1.2), codec("cast", 2.0), codec("topk", 60.0))},
+        codecs={
+            str(c.codec): c
+            for c in (codec("gcomp:mode=lossless", 1.2), codec("cast", 2.0), codec("topk", 60.0, grows=True))
+        },
         collectives=tuple(collectives),
         links={"inter": Link(rate, rate)},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,30 @@ def test_a_trace_has_every_event_once_per_resource() -> None:
     assert [(e["ts"], e["dur"]) for e in sends] == [(1e6, 0.5e6)] * 2
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert names >= {"predicted", "measured", "compute", "inter.in", "wire"}
+
+
+# -- experiments -----------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_the_espresso_experiment_are_those_of_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parent.parent / "experiments/espresso"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    import run as espresso
+
+    readme = (folder / "README.md").read_text()
+    assert espresso.filled(readme, espresso.read()) == readme, "run python experiments/espresso/run.py"
+    assert all(float(row["off_bound"]) < 0.1 for row in espresso.read())
+    monkeypatch.delitem(sys.modules, "run")
+
+
+def test_the_espresso_experiment_gives_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parent.parent / "experiments/espresso"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "run", raising=False)
+    import run as espresso
+
+    lstm = next(w for w in espresso.WORKLOADS if w.model == "lstm")
+    (kept,) = (row for row in espresso.read() if row["workload"] == lstm.name)
+    assert espresso.row(lstm)["gain_fp32"] == pytest.approx(float(kept["gain_fp32"]), abs=0.05)
+    monkeypatch.delitem(sys.modules, "run")

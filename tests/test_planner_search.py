@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +31,12 @@ def problem(rate: float | None = None, limits: Limits = LOSSY) -> Problem:
 
 
 @pytest.fixture
-def experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+def experiment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes its scripts importable; another experiment has a script of the same name."""
     monkeypatch.syspath_prepend(str(EXPERIMENT))
+    sys.modules.pop("run", None)
+    yield
+    sys.modules.pop("run", None)
 
 
 @pytest.mark.usefixtures("experiment")

@@ -32,7 +32,14 @@ def random_profile(rng: np.random.Generator, units: int, devices: tuple[str, ...
     late = {"gpu": rng.uniform(20e-6, 200e-6), "cpu": rng.uniform(5e-6, 50e-6)}
     curves = {d: Curve(tuple((s, late[d] + s / speed[d]) for s in (1e5, 1e8))) for d in devices}
     codec = parse("topk") if rng.random() < 0.3 else parse("gcomp:keep=7")
-    cost = CodecCost(codec, float(rng.choice([1.3, 3.0, 20.0])), curves, curves, batched=bool(rng.random() < 0.5))
+    cost = CodecCost(
+        codec,
+        float(rng.choice([1.3, 3.0, 20.0])),
+        curves,
+        curves,
+        batched=bool(rng.random() < 0.5),
+        grows=codec.name == "topk",
+    )
     copies = Curve(((1e5, 1e-5 + 1e5 / 12e9), (1e8, 1e-5 + 1e8 / 12e9)))
     return Profile(
         model="random",

@@ -23,7 +23,6 @@ Amount = npt.NDArray[np.float64]  # a factor for each feature
 # Payloads of sums are larger only for codecs that forward the union of what ranks chose.
 FEATURES = ("one", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
 HEADER_BYTES = 32.0  # of a frame
-UNITING = ("topk",)  # codecs whose re-encoding forwards the union of indices
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def _line(curve: Curve | None) -> Line:
 def features(raw: float, payload: float, codec: CodecCost | None, network: Network) -> Amount:
     """The features of a unit of so many bytes that become so many when coded."""
     topology = network.topology
-    grows = codec is not None and codec.codec.name in UNITING
+    grows = codec is not None and codec.grows
     sizes = [payload] + [
         min(raw, payload * topology.size(group)) if grows else payload for group in ("intra", "inter", "flat")
     ]

@@ -94,6 +94,7 @@ class CodecCost:
     decode: Mapping[str, Curve]
     ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors, by name
     batched: bool = False  # one call codes many frames: its latency counts once
+    grows: bool = False  # the payload of a sum is the union of its addends', as with sparse codecs
 
     def ratio_of(self, name: str) -> float:
         return self.ratios.get(name, self.ratio)
@@ -190,6 +191,7 @@ class Profile:
                     "ratio": cost.ratio,
                     "ratios": dict(cost.ratios),
                     "batched": cost.batched,
+                    "grows": cost.grows,
                     "encode": {device: _curve_json(curve) for device, curve in cost.encode.items()},
                     "decode": {device: _curve_json(curve) for device, curve in cost.decode.items()},
                 }
@@ -286,7 +288,7 @@ def _codec(text: str, r: _Reader, names: set[str]) -> CodecCost:
     decode = {d: c.curve() for d, c in r.entries("decode", DEVICES)}
     if set(encode) != set(decode) or not encode:
         raise PlanError(f"{r.where}: encode and decode must be there for the same devices, at least for one")
-    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("batched", bool))
+    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("batched", bool), r.get("grows", bool))
 
 
 class _Reader:

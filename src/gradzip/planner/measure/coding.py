@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ... import sensitivity
 from ...codecs import Codec, Context, parse
 from ...codecs.gcomp import GComp
+from ...codecs.sparse import SparseFrame
 from ...collectives import flatten
 from ...engines.layout import Floor
 from ...errors import GradzipError
@@ -63,7 +64,7 @@ def _cost(codec: Codec, gradients: Sequence[Gradient], optimizer: torch.optim.Op
             encode[device], decode[device] = _curves(codec, name, flat, floor)
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
-    return CodecCost(codec, raw / payload, encode, decode, ratios)
+    return CodecCost(codec, raw / payload, encode, decode, ratios, grows=isinstance(codec, SparseFrame))
 
 
 def _floors(codec: Codec, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
