@@ -66,8 +66,10 @@ inline int encode_dense(const BlockIn& in, const Split& split, uint8_t* out, Scr
 
 BlockOut encode_block(const BlockIn& given, uint8_t* out, Scratch& scratch) {
     BlockIn in = given;
-    if (in.coding == kNear)
-        if (int size = encode_near(in, out, scratch)) return {kDense, size};
+    if (in.coding == kNear) {
+        BlockOut result;
+        if (encode_near(in, out, scratch, &result)) return result;
+    }
     if (in.coding != kFixed) {
         make_floors(in.floors, 0, in.n, scratch.floor);
         in.floor = scratch.floor;
@@ -75,16 +77,11 @@ BlockOut encode_block(const BlockIn& given, uint8_t* out, Scratch& scratch) {
     fetch_sample(in.ahead, size_t(float_layout(in.job.dtype).item_bytes));
     Split split = split_values(in, scratch, out + kDenseHead);
     const Stats& s = split.stats;
-    int sparse = -1;
-    if (s.nonzero == 0 && s.odd_zeros == 0)
-        sparse = 0;
-    else if (in.coding == kNear)
-        sparse = encode_sparse(in, split, out, scratch);
-    if (sparse >= 0) {
-        Prefetch prefetch;  // there are no lanes to fetch the next block meanwhile
-        prefetch.stream = in.ahead.next;
-        for (int step = 0; step < kBlock / 64; step++) prefetch.lines(step);
-        return {kSparse, sparse};
+    if (s.nonzero == 0 && s.odd_zeros == 0) return {kSparse, 0};
+    if (in.coding == kNear) {
+        SparseValues values;
+        const int size = gather_plain(in, split, scratch, values) ? encode_sparse(values, in.n, *in.table, s.base, out) : -1;
+        if (size >= 0) return {kSparse, size};
     }
     const int item = float_layout(in.job.dtype).item_bytes, bytes = in.n * item, raw = (bytes + 3) / 4 * 4;
     const int dense = encode_dense(in, split, out, scratch);
@@ -181,7 +178,7 @@ int decode_group(const BlockData* block, int count, int dtype, Coding coding, co
         if (done >> k & 1) continue;
         const BlockData& b = block[k];
         Scratch& s = scratch[k];
-        if (coding == kNear && b.kind != kRaw) make_floors(b.floors, 0, b.n, s.floor);
+        if (coding == kNear && b.kind != kRaw && b.size) make_floors(b.floors, 0, b.n, s.floor);
         if (b.kind == kDense) {
             LaneOutput& o = lanes[dense_count] = {};
             if (int error = read_dense(b, b.n, dtype, coding, &head[k], &o)) return error;

@@ -79,9 +79,9 @@ inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
 
 #include "values.h"
 #include "values_avx512.h"
+#include "sparse.h"
 #include "near_avx512.h"
 #include "sample.h"
-#include "sparse.h"
 #include "block.h"
 #include "near_decode_avx512.h"
 

@@ -205,7 +205,7 @@ std::vector<uint8_t> encode(const Case& c, const std::string& isa) {
 uint64_t make_size(Random& random) {
     uint64_t kind = random.below(1000);
     if (kind < 3) return kSegmentValues + random.below(5000);
-    if (kind < 40) return 4 * kBlockValues + random.below(3 * kBlockValues);  // enough for a whole group of blocks
+    if (kind < 70) return 4 * kBlockValues + random.below(3 * kBlockValues);  // enough for a whole group of blocks
     if (kind < 120) return random.below(4) * kBlockValues + random.below(70);
     if (kind < 200) return 4000 + random.below(200);
     if (kind < 400) return 100 + random.below(900);
@@ -264,6 +264,10 @@ Case make_case(Random& random) {
                 c.second = make_values(random, c.n, GZ_FLOAT32, 80);
                 c.c0 -= 40;
                 c.c2 = random.range(0, 90);
+                if (random.chance(10)) {  // a rule that 16 bits do not hold
+                    c.c2 = 1 << 17;
+                    c.c0 -= (1 << 16) - 40;
+                }
             }
         }
         if (c.n == 0) c.given.assign(1, 0);

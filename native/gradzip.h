@@ -5,7 +5,8 @@
 //
 // Contracts:
 //  * Inputs and outputs may lie at any address; nothing is read or written outside of the given ranges.
-//  * Decoders check before they read: any byte string is safe to decode.
+//  * Decoders check before they read: any byte string is safe to decode. Blocks are delivered as they are decoded: after
+//    an error, out is undefined, and what was there to be added to is lost. Who needs it must decode to another place.
 //  * The bytes written are the same for every instruction set and thread count.
 #ifndef GRADZIP_H
 #define GRADZIP_H

@@ -165,6 +165,20 @@ struct CodeWindow {
     }
 };
 
+// What will be read half a block later: the rest of this one, then of the next. Rows go up or down.
+GZ_INLINE void fetch_ahead(const Ahead& ahead, int row, int direction) {
+    const bool here = direction > 0 ? row < 64 : row >= 64;
+    const int soon = row + 64 * direction - (here ? 128 : 128 * direction);
+    for (int i = 0; i < 3 && ahead.next[i]; i++) {
+        __builtin_prefetch(ahead.next[i] + 128 * soon, 0, 2);
+        __builtin_prefetch(ahead.next[i] + 128 * soon + 64, 0, 2);
+    }
+    static_assert(kSampleAhead == 4, "a row of two lines for every fourth row");
+    if (row % 4 < 2)
+        for (int i = 0; i < 3 && ahead.sample[i]; i++)
+            __builtin_prefetch(ahead.sample[i] + 128 * (row / 4 * kSampleRows) + 64 * (row % 2), 0, 2);
+}
+
 struct NearEnd {
     __m512i states;
     uint8_t* out;
@@ -187,18 +201,9 @@ __attribute__((noinline)) NearEnd push_near(const BlockIn& in, const Grids& grid
     NearMapper::Rounded rounded = mapper.round(x + last - kLanes, grids.row<Kind>(last - kLanes));
     NearRow next = mapper.split(mapper.round(x + last, grids.row<Kind>(last)));
     for (int row = kBlock / kLanes - 1; row >= 0; row--) {
-        // Half a block ahead: the rest of this one, then the end of the next.
-        for (int i = 0; i < 3 && in.ahead.next[i]; i++) {
-            const uint8_t* from = in.ahead.next[i] + 128 * (row < 64 ? row + 64 : row - 64 - 128);
-            __builtin_prefetch(from, 0, 2);
-            __builtin_prefetch(from + 64, 0, 2);
-        }
+        fetch_ahead(in.ahead, row, -1);
         __builtin_prefetch(out + 1024, 1);
         __builtin_prefetch(out + 1024 + 64, 1);
-        static_assert(kSampleAhead == 4, "a row of two lines for every fourth row");
-        if (row % 4 < 2)
-            for (int i = 0; i < 3 && in.ahead.sample[i]; i++)
-                __builtin_prefetch(in.ahead.sample[i] + 128 * (row / 4 * kSampleRows) + 64 * (row % 2), 0, 2);
         const NearRow r = next;
         next = mapper.split(rounded);
         rounded = mapper.round(x + (row > 1 ? (row - 2) * kLanes : 0), grid);
@@ -222,28 +227,65 @@ __attribute__((noinline)) NearEnd push_near(const BlockIn& in, const Grids& grid
     return {state, out, nonzero, escapes, _mm512_cmpeq_epi16_mask(highest, low_byte) != 0};
 }
 
+// The values of a block that is mostly zero, in one pass as well; false if it is not, or if it has NaN in it.
+template <Grid Kind>
+__attribute__((noinline)) bool gather_near(const BlockIn& in, const Grids& grids, SparseValues& v) {
+    const NearMapper mapper;
+    const uint32_t* x = static_cast<const uint32_t*>(in.values);
+    __m512i highest = _mm512_setzero_si512(), position = count_words(0, 1);
+    for (int row = 0; row < kBlock / kLanes; row++, position = _mm512_add_epi16(position, _mm512_set1_epi16(kLanes))) {
+        fetch_ahead(in.ahead, row, +1);
+        const __m512i grid = grids.row<Kind>(row * kLanes);
+        const NearRow r = mapper.split(mapper.round(x + row * kLanes, grid));
+        if (!r.nonzero) continue;
+        highest = _mm512_max_epu16(highest, r.e);
+        // A grid of 0 stands for the floor -128, which would be 22.
+        const __m512i floor = _mm512_max_epu16(grid, _mm512_set1_epi16(150 + kExact));
+        const __m512i distance = _mm512_sub_epi16(_mm512_add_epi16(r.e, _mm512_set1_epi16(150 - 127)), floor);
+        if (v.m > kBlock / 2) return false;
+        auto keep = [&](uint16_t* to, __m512i words) { _mm512_storeu_si512(to + v.m, _mm512_maskz_compress_epi16(r.nonzero, words)); };
+        keep(v.position, position);
+        keep(v.exponent, r.e);
+        keep(v.distance, distance);
+        keep(v.width, r.width);
+        keep(v.low, r.low);
+        keep(v.high, r.high);
+        v.m += __builtin_popcount(r.nonzero);
+    }
+    return 2 * v.m <= kBlock && !_mm512_cmpeq_epi16_mask(highest, _mm512_set1_epi16(255));
+}
+
 Sample sample_block(const BlockIn& in, uint32_t (*counts)[256], Scratch& scratch);
 int decode_near(const BlockData* block, int count, const Target* target, const Ahead& ahead, uint32_t* done);
 
-// A whole dense block in one pass, or 0 where the block may be of another kind or has NaN in it.
-inline int encode_near(const BlockIn& in, uint8_t* out, Scratch& scratch) {
-    if (in.n != kBlock || !Grids::fits(*in.floors.rule)) return 0;
+// Calls one of the functions that exist for every kind of grid, in their float mode.
+#define GZ_FOR_GRID(kind, function, ...)                             \
+    (kind == Grid::kGiven   ? function<Grid::kGiven>(__VA_ARGS__)    \
+     : kind == Grid::kTheta ? function<Grid::kTheta>(__VA_ARGS__)    \
+                            : function<Grid::kSecond>(__VA_ARGS__))
+
+// A whole block in one pass; false where it has to be done otherwise.
+inline bool encode_near(const BlockIn& in, uint8_t* out, Scratch& scratch, BlockOut* result) {
+    if (in.n != kBlock || !Grids::fits(*in.floors.rule)) return false;
     const Sample sample = in.sample ? *in.sample : sample_block(in, nullptr, scratch);
-    if (sample.alike || sample.nonzero < kBlock / kSampleRows * 9 / 16) return 0;
     const Grids grids(in.floors);
-    const CodeWindow codes(*in.table, sample.base);
-    NearEnd end;
-    {
+    if (sample.nonzero < kSampled * 7 / 16) {
         const FloatMode mode;
-        const auto push_rows = grids.kind() == Grid::kGiven   ? push_near<Grid::kGiven>
-                               : grids.kind() == Grid::kTheta ? push_near<Grid::kTheta>
-                                                              : push_near<Grid::kSecond>;
-        end = push_rows(in, grids, codes, out + kDenseHead);
+        SparseValues values;
+        if (!GZ_FOR_GRID(grids.kind(), gather_near, in, grids, values)) return false;
+        const int size = values.m ? encode_sparse(values, kBlock, *in.table, sample.base, out) : 0;
+        *result = {kSparse, size};
+        return size >= 0;
     }
+    if (sample.alike || sample.nonzero < kSampled * 9 / 16) return false;
+    const CodeWindow codes(*in.table, sample.base);
+    const FloatMode mode;
+    const NearEnd end = GZ_FOR_GRID(grids.kind(), push_near, in, grids, codes, out + kDenseHead);
     const int size = int(end.out - out), padding = -size & 3;
-    if (end.special || 2 * end.nonzero <= kBlock || size + padding >= 4 * kBlock) return 0;
+    if (end.special || 2 * end.nonzero <= kBlock || size + padding >= 4 * kBlock) return false;
     std::memset(end.out, 0, size_t(padding));
     _mm512_storeu_si512(out + 4, end.states);
     store32(out, 1u << 5 | uint32_t(end.escapes != 0) << 6 | uint32_t(sample.base) << 8 | end.nonzero << 16 | uint32_t(padding) << 30);
-    return size + padding;
+    *result = {kDense, size + padding};
+    return true;
 }

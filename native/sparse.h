@@ -28,30 +28,44 @@ struct BitWriter {
 
 inline int low_bits(int m, int n) { return 31 - __builtin_clz(uint32_t(n / m)); }
 
-// Returns the size of the sparse form, or -1 where another form is chosen.
-inline int encode_sparse(const BlockIn& in, const Split& split, uint8_t* out, Scratch& scratch) {
-    const Stats& s = split.stats;
-    const uint8_t* exponent = scratch.exponent;
-    const int n = in.n, m = int(s.nonzero);
-    if (2 * m > n) return -1;
-    const int low = low_bits(m, n);
-    uint16_t position[kBlock / 2 + 32];
-    uint8_t kept[kBlock / 2];
-    uint16_t distance[kBlock / 2];
-    find_nonzero(exponent, n, position);
+// The non-zero values of a block that has at most half of them, in order. Vector stores may run over the end.
+struct SparseValues {
+    int m = 0;
+    static constexpr int room = kBlock / 2 + 64;
+    uint16_t position[room], exponent[room], distance[room], width[room];
+    uint16_t low[room], high[room];  // the lane part
+};
 
+// False if more than half of the values are not zero.
+inline bool gather_plain(const BlockIn& in, const Split& split, Scratch& scratch, SparseValues& v) {
+    v.m = int(split.stats.nonzero);
+    if (2 * v.m > in.n) return false;
+    find_nonzero(scratch.exponent, in.n, v.position);
+    const uint32_t* q = static_cast<const uint32_t*>(mapped_values(in, split, scratch));
+    for (int i = 0; i < v.m; i++) {
+        const int p = v.position[i], e = scratch.exponent[p], kept = kept_near(e, in.floor[p]);
+        const uint32_t bits = (q[p] >> 31) << kept | (q[p] & 0x7fffff) >> (23 - kept);
+        v.exponent[i] = uint16_t(e);
+        v.distance[i] = uint16_t(e - 127 - in.floor[p]);
+        v.width[i] = uint16_t(1 + kept);
+        v.low[i] = uint16_t(bits);
+        v.high[i] = uint16_t(bits >> 16);
+    }
+    return true;
+}
+
+// Returns the size of the sparse form of n values, or -1 where another form is chosen.
+inline int encode_sparse(const SparseValues& v, int n, const CodeTable& table, int base, uint8_t* out) {
+    const int m = v.m, low = low_bits(m, n);
     auto code_cost_of = [&](int e) {
-        int length = in.table->length[symbol_of(e, s.base)];
+        int length = table.length[symbol_of(e, base)];
         return (length & 15) + (length & kEscaped ? 8 : 0);
     };
-    int64_t total = 0, kept_sum = 0, code_cost = s.single ? 0 : int64_t(code_cost_of(0)) * (n - m);
+    int64_t total = 0, kept_sum = -m, code_cost = int64_t(code_cost_of(0)) * (n - m);
     for (int i = 0; i < m; i++) {
-        int p = position[i], e = exponent[p], k = kept_near(e, in.floor[p]), d = e - 127 - in.floor[p];
-        total += d;
-        kept_sum += k;
-        if (!s.single) code_cost += code_cost_of(e);
-        kept[i] = uint8_t(k);
-        distance[i] = uint16_t(d);
+        total += v.distance[i];
+        kept_sum += v.width[i];
+        code_cost += code_cost_of(v.exponent[i]);
     }
     if (total > 65535) return -1;
     const int64_t low_count = m * (low + 1), high_count = m + ((n - 1) >> low), unary_count = m + total;
@@ -59,35 +73,28 @@ inline int encode_sparse(const BlockIn& in, const Split& split, uint8_t* out, Sc
     auto bytes = [](int64_t bits) { return (bits + 7) / 8; };
     int64_t size = 4 + bytes(low_count) + bytes(high_count) + bytes(unary_count) + bytes(kept_sum);
     if ((size + 3) / 4 >= n) return -1;  // no shorter than raw
+    auto bits_of = [&](int i) { return v.low[i] | uint32_t(v.high[i]) << 16; };
 
-    // Sign and mantissa come from the lane part where that is made already.
-    uint32_t field[kBlock / 2];  // sign in bit 31, the kept mantissa bits below
-    if (split.chunks >= 0) {
-        for (int i = 0; i < m; i++) {
-            int p = position[i];
-            uint32_t bits = scratch.chunk[0][p] | uint32_t(scratch.chunk[1][p]) << 8 | uint32_t(scratch.chunk[2][p]) << 16;
-            field[i] = (bits >> kept[i]) << 31 | (bits & ((1u << kept[i]) - 1));
-        }
-    } else {
-        const uint32_t* q = static_cast<const uint32_t*>(split.values);
-        for (int i = 0; i < m; i++) field[i] = (q[position[i]] & 0x80000000u) | (q[position[i]] & 0x7fffff) >> (23 - kept[i]);
-    }
     store16(out, unsigned(m));
     store16(out + 2, unsigned(total));
     BitWriter writer{out + 4};
-    for (int i = 0; i < m; i++) writer.put(field[i] >> 31 | uint32_t(position[i] & ((1 << low) - 1)) << 1, low + 1);
+    for (int i = 0; i < m; i++)
+        writer.put(bits_of(i) >> (v.width[i] - 1) | uint32_t(v.position[i] & ((1 << low) - 1)) << 1, low + 1);
     writer.finish();
     int next = 0;
     for (int i = 0; i < m; i++) {
-        int bit = (position[i] >> low) + i;
+        int bit = (v.position[i] >> low) + i;
         writer.one_after(bit - next);
         next = bit + 1;
     }
     for (; next < int(high_count); next += 32) writer.put(0, int(high_count) - next < 32 ? int(high_count) - next : 32);
     writer.finish();
-    for (int i = 0; i < m; i++) writer.one_after(distance[i]);
+    for (int i = 0; i < m; i++) writer.one_after(v.distance[i]);
     writer.finish();
-    for (int i = 0; i < m; i++) writer.put(field[i] & 0x7fffffff, kept[i]);
+    for (int i = 0; i < m; i++) {
+        const int kept = v.width[i] - 1;
+        writer.put(bits_of(i) & ((1u << kept) - 1), kept);
+    }
     writer.finish();
     while ((writer.at - out) & 3) *writer.at++ = 0;
     return int(writer.at - out);

@@ -337,13 +337,9 @@ void floors(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* GZ_R
         shifted = f < -127 ? kExact : shifted;
         return int8_t(theta == 0 ? kExact : shifted);
     };
+    auto exponent_at = [](const uint8_t* from, int i) { return int(value_at<uint32_t>(from, i) >> 23 & 255); };
     const uint8_t* theta = reinterpret_cast<const uint8_t*>(rule.theta + start);
     const uint8_t* second = reinterpret_cast<const uint8_t*>(rule.second + (rule.second ? start : 0));
-    auto exponent_at = [](const uint8_t* from, int i) {
-        uint32_t bits;
-        std::memcpy(&bits, from + 4 * i, 4);
-        return int(bits >> 23 & 255);
-    };
     if (!rule.second) {
         for (int i = 0; i < n; i++) {
             int e = exponent_at(theta, i);
