@@ -30,10 +30,13 @@ class Recorder:
         self._ready: dict[str, Mark] = {}
         self._times: dict[str, list[float]] = {}
         self._previous: Mark | None = None
-        model.register_forward_pre_hook(self._forward_begins)
-        model.register_forward_hook(self._forward_ends)
+        self._hooks = [
+            model.register_forward_pre_hook(self._forward_begins),
+            model.register_forward_hook(self._forward_ends),
+        ]
         for parameter, name in self.names.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def has_parameters_of(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(p in self.names for group in optimizer.param_groups for p in group["params"])
@@ -85,6 +88,19 @@ class Recorder:
 
     def _note(self, what: str, seconds: float) -> None:
         self._times.setdefault(what, []).append(max(0.0, seconds))
+
+    def step_s(self) -> float:
+        """The median of the whole steps so far."""
+        return statistics.median(self._times["step"])
+
+    def forget(self) -> None:
+        """Starts to count steps anew."""
+        self._times, self.steps, self._previous = {}, 0, None
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # -- the profile --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,198 @@
+"""`auto`: profiles the first steps of the user's own run, plans, switches all ranks at the same step, and checks.
+
+    plain steps -> codecs and network are measured -> plain steps are timed -> plan -> planned steps are timed -> stay,
+    or back to plain
+
+Everything hangs on the count of optimizer steps, which is the same on all ranks; rank 0 plans and tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import PlanError, nearest
+from ..plan import Plan
+from ..policy import Fixed
+from .answer import Request, answer
+from .choices import Limits
+from .measure import DEFAULT_CODECS, WARM
+from .measure.coding import measure_codecs, measure_copies
+from .measure.record import Recorder
+from .measure.wire import measure_network
+from .network import Topology
+from .units import DDP_BUCKET
+
+HARMLESS = ("gcomp", "gcomp:mode=lossless")
+TIMED = 10  # steps on which a decision rests
+SETTLING = 2  # steps after a switch that do not count
+NOISE = 0.02  # a plan that is slower than plain by more than this is given up
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What users may say: `auto`, `auto:lossy=true`, `auto:codecs=gcomp,powersgd:rank=2`, `auto:save=plan.json`."""
+
+    lossy: bool = False
+    codecs: tuple[str, ...] | None = None
+    save: str = "plan.json"  # where rank 0 leaves the plan; empty: nowhere
+
+    @classmethod
+    def parse(cls, text: str) -> Auto:
+        name, _, options = text.partition(":")
+        if name != "auto":
+            raise PlanError(f"{text!r} is not auto")
+        values: dict[str, Any] = {}
+        key = ""
+        for item in filter(None, options.split(",")):
+            word, equals, value = item.partition("=")
+            if word in ("lossy", "codecs", "save") and equals:
+                key, item = word, value
+                if key in values:
+                    raise PlanError(f"{text!r} says {key} twice")
+                values[key] = []
+            elif key != "codecs":
+                raise PlanError(f"auto has no option {word!r}{nearest(word, ('lossy', 'codecs', 'save'))}")
+            values[key].append(item)
+        if values.get("lossy", ["false"]) not in (["true"], ["false"]):
+            raise PlanError(f"{text!r}: lossy is true or false")
+        codecs = tuple(values["codecs"]) if "codecs" in values else None
+        return cls(values.get("lossy") == ["true"], codecs, values.get("save", ["plan.json"])[0])
+
+    def offered(self) -> tuple[str, ...]:
+        return self.codecs or (DEFAULT_CODECS if self.lossy else HARMLESS)
+
+
+class Switch(Protocol):
+    """The part of a Handle that is needed."""
+
+    def set_policy(self, policy: Any) -> None: ...
+
+
+class Pilot:
+    """Drives a handle. Made on all ranks at the same point, while the handle's policy is plain."""
+
+    def __init__(
+        self,
+        handle: Switch,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        auto: Auto,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.handle, self.model, self.optimizer, self.auto = handle, model, optimizer, auto
+        self.plan: Plan | None = None  # once there is one
+        self.plain_s: float | None = None  # measured
+        self.planned_s: float | None = None
+        self.reverted = False
+        self._say_to = say or (lambda text: print(f"gradzip auto: {text}", file=sys.stderr, flush=True))
+        self._recorder = Recorder(model)
+        self._benchmarks: dict[str, Any] = {}
+        self._steps = 0
+        self._checked_at: int | None = None
+        ranks = dist.get_process_group_ranks(model.process_group)
+        self._rank = dist.get_rank(model.process_group)
+        self._talk = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def _before_step(self, *_: Any) -> None:
+        self._recorder.backward_is_over()
+        if self._steps == WARM:
+            coding = measure_codecs(self.model, self.optimizer, self.auto.offered(), self._say)
+            network = measure_network(self.model.process_group)
+            self._benchmarks = {"codecs": coding, "copies": measure_copies(self._recorder.device), **network}
+
+    def _after_step(self, *_: Any) -> None:
+        self._recorder.end_step(count=self._counts())
+        self._steps += 1
+        if self.plan is None and self._steps == WARM + SETTLING + TIMED:
+            self._switch()
+        elif self._checked_at == self._steps:
+            self._check()
+
+    def _counts(self) -> bool:
+        if self.plan is None:
+            return self._steps > WARM + 1
+        assert self._checked_at is not None
+        return self._steps >= self._checked_at - TIMED
+
+    # -- decisions ----------------------------------------------------------------------------------------------
+
+    def _switch(self) -> None:
+        self.plain_s = self._slowest()
+        told = [json.dumps(self._planned()) if self._rank == 0 else ""]
+        dist.broadcast_object_list(told, group_src=0, group=self._talk)
+        said = json.loads(told[0])
+        self.plan = Plan.from_json(said["plan"])
+        if said["pays"]:
+            self.handle.set_policy(self.plan)
+            self._checked_at = self._steps + SETTLING + TIMED
+            self._recorder.forget()
+        else:
+            self._end()
+        self._say(f"from step {self._steps} on: {said['words']}")
+
+    def _planned(self) -> dict[str, Any]:
+        """On rank 0: the plan, whether it pays, and that in words."""
+        assert self.plain_s is not None
+        profile = self._recorder.profile(**self._benchmarks)
+        topology = Topology.of(profile)
+        limits = Limits(codecs=tuple(str(c.codec) for c in profile.codecs.values()))
+        found = answer(Request(profile, topology, limits, profile.bucket_bytes or DDP_BUCKET))
+        bucket = (profile.bucket_bytes or DDP_BUCKET) / (1 << 20)
+        expected = {"step_s": found.step_s, "plain_s": self.plain_s, "uncertainty": found.uncertainty}
+        shapes = {t.name: t.shape for t in profile.tensors}
+        plan = Plan(found.options(), shapes, profile.model, bucket, expected)
+        if self.auto.save:
+            plan.save(Path(self.auto.save))
+        plain_ms, step_ms = self.plain_s * 1e3, found.step_s * 1e3
+        used = sorted({option.codec for option in plan.options.values()} - {"identity"})
+        words = (
+            f"{' and '.join(used)}, expected {step_ms:.0f} ms a step after {plain_ms:.0f} ms without"
+            if found.pays and used
+            else f"plain averaging: compression would not shorten the {plain_ms:.0f} ms of a step"
+        )
+        return {"plan": plan.to_json(), "pays": bool(found.pays and used), "words": words}
+
+    def _check(self) -> None:
+        self.planned_s = self._slowest()
+        assert self.plain_s is not None
+        took = f"{self.planned_s * 1e3:.0f} ms a step, {self.plain_s * 1e3:.0f} ms without"
+        if self.planned_s > self.plain_s * (1 + NOISE):
+            self.reverted = True
+            self.handle.set_policy(Fixed("identity"))
+            self._say(f"measured {took}: back to plain averaging")
+        else:
+            self._say(f"measured {took}: the plan stays")
+        self._end()
+
+    def _slowest(self) -> float:
+        """The step that was measured, on the rank where it took longest."""
+        seconds = torch.tensor(self._recorder.step_s(), dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._talk)
+        return float(seconds)
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._recorder.remove()
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            self._say_to(text)
+
+
+__all__ = ["Auto", "Pilot"]
