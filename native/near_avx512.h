@@ -2,7 +2,11 @@
 // 32 values are two vectors of 32-bit words where they are floats, and one vector of 16-bit words, in the order of the
 // lanes, everywhere else. Included like values.h.
 
-#define GZ_INLINE __attribute__((always_inline)) inline
+constexpr int kRows = kBlock / kLanes;
+constexpr int kRowBytes = 4 * kLanes;  // two cache lines
+
+#define GZ_ALWAYS __attribute__((always_inline))
+#define GZ_INLINE GZ_ALWAYS inline
 
 // Rounding must not depend on what the caller made of the control register; subnormals have to count as zeros.
 struct FloatMode {
@@ -62,9 +66,15 @@ struct Grids {
     }
 };
 
+// Calls that one of a function's forms which the grids need.
+#define GZ_FOR_GRID(grids, function, ...)                                      \
+    ((grids).kind() == Grid::kGiven   ? function<Grid::kGiven>(__VA_ARGS__)    \
+     : (grids).kind() == Grid::kTheta ? function<Grid::kTheta>(__VA_ARGS__)    \
+                                      : function<Grid::kSecond>(__VA_ARGS__))
+
 // A row on its grid: the lane parts of 32 values.
 struct NearRow {
-    __m512i e, width;  // exponent; bits that go through the lane
+    __m512i e, width;   // exponent; bits that go through the lane
     __m512i low, high;  // those bits
     __mmask32 nonzero;
 };
@@ -119,7 +129,7 @@ template <Grid Kind>
 __attribute__((noinline)) void sample_rows(const BlockIn& in, const Grids& grids, uint8_t* exponent) {
     const NearMapper mapper;
     const uint32_t* x = static_cast<const uint32_t*>(in.values);
-    for (int row = 0; row < kBlock / kLanes; row += kSampleRows) {
+    for (int row = 0; row < kRows; row += kSampleRows) {
         const NearRow r = mapper.split(mapper.round(x + row * kLanes, grids.row<Kind>(row * kLanes)));
         store_row(exponent + row * kLanes / kSampleRows, _mm512_cvtepi16_epi8(r.e));
     }
@@ -130,12 +140,8 @@ inline int sample_near(const BlockIn& in, uint8_t* exponent) {
     if (in.n != kBlock || !Grids::fits(*in.floors.rule)) return 0;
     const FloatMode mode;
     const Grids grids(in.floors);
-    switch (grids.kind()) {
-        case Grid::kGiven: sample_rows<Grid::kGiven>(in, grids, exponent); break;
-        case Grid::kTheta: sample_rows<Grid::kTheta>(in, grids, exponent); break;
-        default: sample_rows<Grid::kSecond>(in, grids, exponent);
-    }
-    return kBlock / kSampleRows;
+    GZ_FOR_GRID(grids, sample_rows, in, grids, exponent);
+    return kSampled;
 }
 
 // 64 entries of a code table, around the base, in two registers; what is rarer is looked up one by one.
@@ -165,18 +171,16 @@ struct CodeWindow {
     }
 };
 
-// What will be read half a block later: the rest of this one, then of the next. Rows go up or down.
+// Fetches what will be read half a block later, in this block or in the next; rows go up (direction 1) or down (-1).
 GZ_INLINE void fetch_ahead(const Ahead& ahead, int row, int direction) {
-    const bool here = direction > 0 ? row < 64 : row >= 64;
-    const int soon = row + 64 * direction - (here ? 128 : 128 * direction);
-    for (int i = 0; i < 3 && ahead.next[i]; i++) {
-        __builtin_prefetch(ahead.next[i] + 128 * soon, 0, 2);
-        __builtin_prefetch(ahead.next[i] + 128 * soon + 64, 0, 2);
-    }
-    static_assert(kSampleAhead == 4, "a row of two lines for every fourth row");
+    const bool here = direction > 0 ? row < kRows / 2 : row >= kRows / 2;
+    const int soon = row + kRows / 2 * direction - (here ? kRows : kRows * direction);  // counted from the next block's first
+    for (int i = 0; i < 3 && ahead.next[i]; i++)
+        for (int line = 0; line < kRowBytes; line += 64) __builtin_prefetch(ahead.next[i] + kRowBytes * soon + line, 0, 2);
+    static_assert(kSampleAhead == 4, "every fourth row one of 32 sampled ones, in two steps");
     if (row % 4 < 2)
         for (int i = 0; i < 3 && ahead.sample[i]; i++)
-            __builtin_prefetch(ahead.sample[i] + 128 * (row / 4 * kSampleRows) + 64 * (row % 2), 0, 2);
+            __builtin_prefetch(ahead.sample[i] + kRowBytes * (row / 4 * kSampleRows) + 64 * (row % 2), 0, 2);
 }
 
 struct NearEnd {
@@ -200,7 +204,7 @@ __attribute__((noinline)) NearEnd push_near(const BlockIn& in, const Grids& grid
     __m512i grid = grids.row<Kind>(last - 2 * kLanes);
     NearMapper::Rounded rounded = mapper.round(x + last - kLanes, grids.row<Kind>(last - kLanes));
     NearRow next = mapper.split(mapper.round(x + last, grids.row<Kind>(last)));
-    for (int row = kBlock / kLanes - 1; row >= 0; row--) {
+    for (int row = kRows - 1; row >= 0; row--) {
         fetch_ahead(in.ahead, row, -1);
         __builtin_prefetch(out + 1024, 1);
         __builtin_prefetch(out + 1024 + 64, 1);
@@ -233,7 +237,7 @@ __attribute__((noinline)) bool gather_near(const BlockIn& in, const Grids& grids
     const NearMapper mapper;
     const uint32_t* x = static_cast<const uint32_t*>(in.values);
     __m512i highest = _mm512_setzero_si512(), position = count_words(0, 1);
-    for (int row = 0; row < kBlock / kLanes; row++, position = _mm512_add_epi16(position, _mm512_set1_epi16(kLanes))) {
+    for (int row = 0; row < kRows; row++, position = _mm512_add_epi16(position, _mm512_set1_epi16(kLanes))) {
         fetch_ahead(in.ahead, row, +1);
         const __m512i grid = grids.row<Kind>(row * kLanes);
         const NearRow r = mapper.split(mapper.round(x + row * kLanes, grid));
@@ -258,12 +262,6 @@ __attribute__((noinline)) bool gather_near(const BlockIn& in, const Grids& grids
 Sample sample_block(const BlockIn& in, uint32_t (*counts)[256], Scratch& scratch);
 int decode_near(const BlockData* block, int count, const Target* target, const Ahead& ahead, uint32_t* done);
 
-// Calls one of the functions that exist for every kind of grid, in their float mode.
-#define GZ_FOR_GRID(kind, function, ...)                             \
-    (kind == Grid::kGiven   ? function<Grid::kGiven>(__VA_ARGS__)    \
-     : kind == Grid::kTheta ? function<Grid::kTheta>(__VA_ARGS__)    \
-                            : function<Grid::kSecond>(__VA_ARGS__))
-
 // A whole block in one pass; false where it has to be done otherwise.
 inline bool encode_near(const BlockIn& in, uint8_t* out, Scratch& scratch, BlockOut* result) {
     if (in.n != kBlock || !Grids::fits(*in.floors.rule)) return false;
@@ -272,7 +270,7 @@ inline bool encode_near(const BlockIn& in, uint8_t* out, Scratch& scratch, Block
     if (sample.nonzero < kSampled * 7 / 16) {
         const FloatMode mode;
         SparseValues values;
-        if (!GZ_FOR_GRID(grids.kind(), gather_near, in, grids, values)) return false;
+        if (!GZ_FOR_GRID(grids, gather_near, in, grids, values)) return false;
         const int size = values.m ? encode_sparse(values, kBlock, *in.table, sample.base, out) : 0;
         *result = {kSparse, size};
         return size >= 0;
@@ -280,7 +278,7 @@ inline bool encode_near(const BlockIn& in, uint8_t* out, Scratch& scratch, Block
     if (sample.alike || sample.nonzero < kSampled * 9 / 16) return false;
     const CodeWindow codes(*in.table, sample.base);
     const FloatMode mode;
-    const NearEnd end = GZ_FOR_GRID(grids.kind(), push_near, in, grids, codes, out + kDenseHead);
+    const NearEnd end = GZ_FOR_GRID(grids, push_near, in, grids, codes, out + kDenseHead);
     const int size = int(end.out - out), padding = -size & 3;
     if (end.special || 2 * end.nonzero <= kBlock || size + padding >= 4 * kBlock) return false;
     std::memset(end.out, 0, size_t(padding));

@@ -99,38 +99,34 @@ struct NearRows {
     template <Grid Kind, int K>
     GZ_INLINE bool row(Reader& r0, Reader& r1, Reader& r2, Reader& r3, NearBlock* b, int at) const {
         OpenRow o0, o1, o2, o3;
-#define GZ_EACH(call) (call(0) && (K < 2 || call(1)) && (K < 3 || (call(2) && call(3))))
-#define GZ_PHASE(k) symbols(r##k, b[k], o##k)
-        if (!GZ_EACH(GZ_PHASE)) return false;
-#undef GZ_PHASE
-#define GZ_PHASE(k) !escapes(o##k)
-        if (__builtin_expect(!GZ_EACH(GZ_PHASE), 0)) {
-#undef GZ_PHASE
-#define GZ_PHASE(k) raw_exponents(r##k, b[k], o##k)
-            if (!GZ_EACH(GZ_PHASE)) return false;
-        }
-#undef GZ_PHASE
-        widths<Kind>(b[0], at, o0);
-        __m512i widest = o0.width;
-        if (K > 1) widths<Kind>(b[1], at, o1), widest = _mm512_max_epu16(widest, o1.width);
-        if (K > 2) widths<Kind>(b[2], at, o2), widest = _mm512_max_epu16(widest, o2.width);
-        if (K > 2) widths<Kind>(b[3], at, o3), widest = _mm512_max_epu16(widest, o3.width);
-#define GZ_PHASE(k) first_chunk(r##k, o##k)
-        if (!GZ_EACH(GZ_PHASE)) return false;
-#undef GZ_PHASE
-        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(8))) {
-#define GZ_PHASE(k) second_chunk(r##k, o##k)
-            if (!GZ_EACH(GZ_PHASE)) return false;
-#undef GZ_PHASE
-        }
-        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(16))) {
-#define GZ_PHASE(k) third_chunk(r##k, o##k)
-            if (!GZ_EACH(GZ_PHASE)) return false;
-#undef GZ_PHASE
-        }
-        deliver(b[0], at, o0);
-        if (K > 1) deliver(b[1], at, o1);
-        if (K > 2) deliver(b[2], at, o2), deliver(b[3], at, o3);
+        auto each = [&](auto phase) GZ_ALWAYS {
+            return phase(r0, b[0], o0) && (K < 2 || phase(r1, b[1], o1)) && (K < 3 || (phase(r2, b[2], o2) && phase(r3, b[3], o3)));
+        };
+        bool escaped = false;
+        __m512i widest = _mm512_setzero_si512();
+        if (!each([&](Reader& reader, NearBlock& block, OpenRow& open) GZ_ALWAYS {
+                const bool dry = !symbols(reader, block, open);
+                escaped |= escapes(open);
+                return !dry;
+            }))
+            return false;
+        if (__builtin_expect(escaped, 0))
+            if (!each([](Reader& reader, NearBlock& block, OpenRow& open) GZ_ALWAYS { return raw_exponents(reader, block, open); }))
+                return false;
+        each([&](Reader&, NearBlock& block, OpenRow& open) GZ_ALWAYS {
+            widths<Kind>(block, at, open);
+            widest = _mm512_max_epu16(widest, open.width);
+            return true;
+        });
+        if (!each([](Reader& reader, NearBlock&, OpenRow& open) GZ_ALWAYS { return first_chunk(reader, open); })) return false;
+        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(8)))
+            if (!each([](Reader& reader, NearBlock&, OpenRow& open) GZ_ALWAYS { return second_chunk(reader, open); })) return false;
+        if (_mm512_cmpgt_epu16_mask(widest, _mm512_set1_epi16(16)))
+            if (!each([](Reader& reader, NearBlock&, OpenRow& open) GZ_ALWAYS { return third_chunk(reader, open); })) return false;
+        each([&](Reader&, NearBlock& block, OpenRow& open) GZ_ALWAYS {
+            deliver(block, at, open);
+            return true;
+        });
         return true;
     }
 };
@@ -140,15 +136,15 @@ int decode_near(NearBlock* b, const Grids& grids, const CodeTable& table, const 
     const NearCodes codes(table);
     const NearRows rows(grids, codes);
     Reader r0 = b[0].reader, r1 = b[K > 1 ? 1 : 0].reader, r2 = b[K > 2 ? 2 : 0].reader, r3 = b[K > 2 ? 3 : 0].reader;
-    for (int row = 0; row < kBlock / kLanes; row++) {
+    for (int row = 0; row < kRows; row++) {
         // Half a block ahead: the rest of these blocks, then the start of the next ones.
-        const ptrdiff_t soon = row < kBlock / kLanes / 2 ? row + 64 - ptrdiff_t(K) * 128 : row - 64;
+        const int soon = row < kRows / 2 ? row + kRows / 2 - K * kRows : row - kRows / 2;
         for (int i = 1; i < 3 && ahead.next[i]; i++)
             for (int k = 0; k < K; k++)
-                for (int line = 0; line < 2; line++)
-                    __builtin_prefetch(ahead.next[i] + 128 * (soon + 128 * k) + 64 * line, 0, 2);
-        for (int line = 0; line < 6; line++)
-            if (ahead.next[0]) __builtin_prefetch(ahead.next[0] + 64 * (row * 6 + line), 0, 2);
+                for (int line = 0; line < kRowBytes; line += 64)
+                    __builtin_prefetch(ahead.next[i] + kRowBytes * (soon + kRows * k) + line, 0, 2);
+        for (int line = 0; line < 6 && ahead.next[0]; line++)  // 24 bits per value, which is more than most need
+            __builtin_prefetch(ahead.next[0] + 64 * (row * 6 + line), 0, 2);
         if (!rows.row<Kind, K>(r0, r1, r2, r3, b, row * kLanes)) return GZ_BAD_LANES;
     }
     if (!r0.done() || (K > 1 && !r1.done()) || (K > 2 && (!r2.done() || !r3.done()))) return GZ_BAD_LANES;
