@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,11 @@ from .engines.layout import Floor
 from .errors import GradzipWarning, PeerError, Unsupported
 from .feedback import Memory, Value, clean_name
 from .option import Option
-from .policy import Policy, as_policy, small
+from .policy import Fixed, Policy, as_policy, small
 from .routes import NAMED, Route
+
+if TYPE_CHECKING:
+    from .planner.auto import Pilot
 
 STATE_VERSION = 0
 CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
@@ -55,7 +59,12 @@ def attach(
     `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
     first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
     `heartbeat` (30 s), or one message takes longer than `timeout` (30 min).
+
+    "auto" profiles the first steps of the run, plans, and uses the plan if it pays; "auto:lossy=true" and
+    "auto:codecs=gcomp,powersgd" offer it more than near-lossless codecs (planner/auto.py).
     """
+    if isinstance(policy, str) and policy.partition(":")[0] == "auto":
+        return _automatic(model, optimizer, policy, scaler=scaler, mesh=mesh, timeout=timeout, heartbeat=heartbeat)
     if not isinstance(model, DistributedDataParallel):
         raise Unsupported(f"attach needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first")
     devices = {p.device for p in model.parameters()}
@@ -75,8 +84,23 @@ def attach(
     return handle
 
 
+def _automatic(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, policy: str, **settings: Any
+) -> "Handle":
+    from .planner.auto import Auto, Pilot  # who does not plan need not load the planner
+
+    wanted = Auto.parse(policy)
+    if optimizer is None:
+        raise Unsupported("auto counts the optimizer's steps: attach(model, optimizer, 'auto')")
+    handle = attach(model, optimizer, Fixed("identity"), **settings)
+    handle.pilot = Pilot(handle, model, optimizer, wanted)
+    return handle
+
+
 class Handle:
     """The compression of one model's gradients; what `attach` returns."""
+
+    pilot: "Pilot | None" = None  # of the policy "auto"
 
     def __init__(
         self,
@@ -147,7 +171,8 @@ class Handle:
         """
         self._drain()
         fixed: dict[str, Value] = {"version": STATE_VERSION, "steps": self._steps, "world_size": self._channel.world}
-        return fixed | self._memory.state_dict()
+        planned: dict[str, Value] = {} if self.pilot is None else self.pilot.state_dict()
+        return fixed | planned | self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         self._drain()
@@ -161,10 +186,14 @@ class Handle:
                 stacklevel=2,
             )
         self._steps = int(state["steps"])
+        if self.pilot is not None:
+            self.pilot.load_state_dict(state)
         self._memory.load_state_dict(state)
 
     def detach(self) -> None:
         """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
+        if self.pilot is not None:
+            self.pilot.end()
         for slot in _slots.values():
             if slot.handle is self:
                 slot.handle = None

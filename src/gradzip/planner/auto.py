@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,13 +27,14 @@ from .choices import Limits
 from .measure import DEFAULT_CODECS, WARM
 from .measure.coding import measure_codecs, measure_copies
 from .measure.record import Recorder
-from .measure.wire import measure_network
+from .measure.wire import measure_network, own_group
 from .network import Topology
 from .units import DDP_BUCKET
 
 HARMLESS = ("gcomp", "gcomp:mode=lossless")
 TIMED = 10  # steps on which a decision rests
 SETTLING = 2  # steps after a switch that do not count
+_STATE_KEY = "auto.plan"
 NOISE = 0.02  # a plan that is slower than plain by more than this is given up
 
 
@@ -98,13 +99,30 @@ class Pilot:
         self._benchmarks: dict[str, Any] = {}
         self._steps = 0
         self._checked_at: int | None = None
-        ranks = dist.get_process_group_ranks(model.process_group)
         self._rank = dist.get_rank(model.process_group)
-        self._talk = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._talk = own_group(model.process_group)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    # -- a resumed run goes on with its plan --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan that is in use, as bytes, once it has stood the test."""
+        if self.plan is None or (self._checked_at is not None and self.planned_s is None):
+            return {}
+        kept = {"plan": self.plan.to_json(), "reverted": self.reverted}
+        return {_STATE_KEY: torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if _STATE_KEY not in state:
+            return
+        kept = json.loads(bytes(state[_STATE_KEY].tolist()))
+        self.plan, self.reverted = Plan.from_json(kept["plan"]), bool(kept["reverted"])
+        self.handle.set_policy(Fixed("identity") if self.reverted else self.plan)
+        self.end()
+        self._say("goes on with the plan of the run that is resumed")
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -142,7 +160,7 @@ class Pilot:
             self._checked_at = self._steps + SETTLING + TIMED
             self._recorder.forget()
         else:
-            self._end()
+            self.end()
         self._say(f"from step {self._steps} on: {said['words']}")
 
     def _planned(self) -> dict[str, Any]:
@@ -153,12 +171,13 @@ class Pilot:
         limits = Limits(codecs=tuple(str(c.codec) for c in profile.codecs.values()))
         found = answer(Request(profile, topology, limits, profile.bucket_bytes or DDP_BUCKET))
         bucket = (profile.bucket_bytes or DDP_BUCKET) / (1 << 20)
-        expected = {"step_s": found.step_s, "plain_s": self.plain_s, "uncertainty": found.uncertainty}
+        step_s = self.plain_s - (found.plain_s - found.step_s)  # a step also loads data, and does what nobody measured
+        expected = {"step_s": step_s, "plain_s": self.plain_s, "uncertainty": found.uncertainty}
         shapes = {t.name: t.shape for t in profile.tensors}
         plan = Plan(found.options(), shapes, profile.model, bucket, expected)
         if self.auto.save:
             plan.save(Path(self.auto.save))
-        plain_ms, step_ms = self.plain_s * 1e3, found.step_s * 1e3
+        plain_ms, step_ms = self.plain_s * 1e3, step_s * 1e3
         used = sorted({option.codec for option in plan.options.values()} - {"identity"})
         words = (
             f"{' and '.join(used)}, expected {step_ms:.0f} ms a step after {plain_ms:.0f} ms without"
@@ -177,7 +196,7 @@ class Pilot:
             self._say(f"measured {took}: back to plain averaging")
         else:
             self._say(f"measured {took}: the plan stays")
-        self._end()
+        self.end()
 
     def _slowest(self) -> float:
         """The step that was measured, on the rank where it took longest."""
@@ -185,7 +204,8 @@ class Pilot:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._talk)
         return float(seconds)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Nothing more is measured or decided."""
         for hook in self._hooks:
             hook.remove()
         self._recorder.remove()

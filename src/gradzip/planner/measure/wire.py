@@ -27,11 +27,19 @@ def measure_network(group: dist.ProcessGroup, nominal_bits_per_s: float | None =
     """`collectives` and `links` of a profile. Call it on all ranks of the group at the same point."""
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     topology = Topology.of_ranks(rank, ranks)
-    wire = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    try:
-        return _measure(_Bench(rank, wire, topology, group), nominal_bits_per_s)
-    finally:
-        dist.destroy_process_group(wire)
+    return _measure(_Bench(rank, own_group(group), topology, group), nominal_bits_per_s)
+
+
+_own: dict[tuple[str, int], Any] = {}
+
+
+def own_group(group: dist.ProcessGroup) -> Any:
+    """A Gloo group of the same ranks, one for all measurements: torch hangs when it makes a destroyed one again."""
+    key = (group.group_name, id(group))
+    if key not in _own:
+        ranks = dist.get_process_group_ranks(group)
+        _own[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _own[key]
 
 
 @dataclass(frozen=True)
