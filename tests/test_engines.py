@@ -114,6 +114,42 @@ def test_every_floor(floor: str, depth: int) -> None:
         check_identity(make(Recipe(("rare",), 800, "few special", mode="near", floor=floor, depth=depth, shift=shift)))
 
 
+@pytest.mark.parametrize("zeros", [0.0, 0.7])
+@pytest.mark.parametrize("exponent", [-127, -126, -125, -120])
+def test_subnormals_on_the_finest_grids(exponent: int, zeros: float) -> None:
+    """A step of the grid is about the smallest normal number: subnormals count as zeros before they are rounded."""
+    rng = torch.Generator().manual_seed(exponent)
+    numel = 5 * BLOCK
+    x = torch.randn(numel, generator=rng) * 2.0**exponent
+    x[torch.rand(numel, generator=rng) < zeros] = 0.0
+    floor = torch.randint(-128, -122, (numel,), generator=rng).to(torch.int8)
+    check_identity(Case(x, Job("near"), floor, None, None))
+
+
+@pytest.mark.parametrize("c", [0, 1 << 17])
+def test_rules_with_large_numbers(c: int) -> None:
+    """Numbers that 16 bits do not hold, but whose floors are ordinary ones."""
+    theta, second = gradient(4 * BLOCK, seed=1), gradient(4 * BLOCK, seed=2).square()
+    rule = Floor(theta, second, c0=-190 - c // 2, c1=c, c2=c)
+    check_identity(Case(gradient(4 * BLOCK, seed=3), Job("near"), rule, None, None))
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_the_float_mode_of_the_caller(isa: str) -> None:
+    """Neither does it matter, nor is it changed."""
+    case = make(Recipe(("gradient", "rare", "tiny"), 0, "tiny", mode="near", depth=5))
+    body = encode(reference, case)
+    with native_on(isa) as native:
+        try:
+            for flush in (True, False):
+                assert torch.set_flush_denormal(flush)
+                assert torch.equal(encode(native, case), body)
+                product = torch.full((1,), 2.0**-100) * 2.0**-40
+                assert (product.view(torch.int32).item() == 0) == flush
+        finally:
+            torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
