@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gradzip.collectives.executor import Blob, Exchange, Executor, How, Members, Received
+from gradzip.collectives.executor import Blob, Exchange, Executor, How, Members
 from gradzip.collectives.layout import Layout, Piece, parts
 from gradzip.errors import Unsupported
 from gradzip.routes import NAMED, Route, Step, tree
@@ -48,9 +48,6 @@ class Bytes:
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.result = values, torch.empty_like(values)
 
-    def finite(self, layout: Layout) -> bool:
-        return True
-
     def load(self, layout: Layout) -> torch.Tensor:
         (piece,) = layout
         return self.values[piece.start : piece.stop]
@@ -60,6 +57,9 @@ class Bytes:
 
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         return [self.result]
+
+    def bound(self, leaf: Layout) -> int:
+        return 24 + 4 * leaf[0].numel + 4
 
     def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
         (piece,) = leaf
@@ -91,7 +91,10 @@ def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Memb
         except StopIteration:
             return coder.result
         assert isinstance(wanted, Exchange)
-        received = Received(groups[wanted.where][0].exchange(wanted.send), True)
+        received = groups[wanted.where][0].exchange(wanted.send)
+        for part, most in zip(received, wanted.most or [1 << 20] * len(received)):
+            assert (part is None) == (most is None) or (part is None and wanted.most is None)
+            assert part is None or part.numel() <= most
 
 
 def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
-from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Received, Steps, single
+from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Steps, single
 from .engines.layout import Floor
 from .errors import PeerError
 
@@ -84,16 +84,17 @@ def compare_results(
 def _differences(sums: torch.Tensor, names: Sequence[str], channel: Channel) -> _Found:
     """The ranks and names whose numbers differ from this rank's."""
     group = channel.groups["flat"]
-    received = yield Exchange("flat", [sums.view(torch.uint8)] * group.size, True)
+    data = sums.view(torch.uint8)
+    received = yield Exchange("flat", [data] * group.size, [data.numel()] * group.size)
     found = []
-    for rank, part in zip(group.ranks, received.parts):
+    for rank, part in zip(group.ranks, received):
         assert part is not None
         for index in (part.view(torch.int64) != sums).nonzero().view(-1).tolist():
             found.append((rank, names[index]))
     return found
 
 
-_Found = Generator[Exchange | AllReduce, Received, list[tuple[int, str]]]
+_Found = Generator[Exchange | AllReduce, Parts, list[tuple[int, str]]]
 
 
 def bit_sum(x: torch.Tensor) -> int:

@@ -30,10 +30,13 @@ class Sample:
 
     @classmethod
     def load(cls, path: Path, limit: int | None = None) -> Sample:
-        """A .npy file of float32, or a file of raw little-endian float32."""
+        """A .npy file of float32, a file of raw little-endian float32, or a Snapshot saved by torch as a .pt file."""
         try:
+            if path.suffix == ".pt":
+                snapshot = Snapshot(**torch.load(path, weights_only=True))
+                return cls(path.name, snapshot.gradient[:limit], snapshot)
             values = np.load(path) if path.suffix == ".npy" else np.fromfile(path, dtype="<f4")
-        except (OSError, ValueError) as cause:
+        except (OSError, ValueError, TypeError) as cause:
             raise Unsupported(f"cannot read {path}: {cause}") from cause
         if values.dtype != np.float32 or not values.size:
             raise Unsupported(f"{path} holds {values.size} x {values.dtype}; a gradient is float32 and not empty")

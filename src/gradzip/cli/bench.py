@@ -1,24 +1,22 @@
-"""`gradzip bench codec`: size and speed of codecs on one core."""
+"""`gradzip bench codec`: size and speed of codecs on one core; `gradzip bench net` is in net.py."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.progress import Progress as Bar
-
-from .. import __version__, capture, engines
+from .. import engines
 from ..bench import codec as codec_bench
 from ..bench.codec import Result
 from ..bench.sample import Sample
 from ..codecs import parse
 from ..errors import Unsupported
-from .table import Column, Commands, Row, add_json, command, console, number, show
+from . import net
+from .samples import append_csv, builtin, count
+from .table import Column, Commands, Row, add_json, command, number, show
 
 DEFAULT_CODECS = (
     "gcomp:mode=lossless;gcomp:keep=7;gcomp:mode=paper;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
@@ -52,14 +50,15 @@ def add(commands: Commands) -> None:
         "10 M-parameter model that is trained once, for about a minute, and kept in the cache directory.",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy of float32, or raw float32")
-    parser.add_argument("--values", type=_count, metavar="N", help="use only the first N values")
+    parser.add_argument("--values", type=count, metavar="N", help="use only the first N values")
     parser.add_argument("--codecs", metavar="A;B;C", help=f"what to measure (default: {DEFAULT_CODECS})")
     parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp")
     parser.add_argument("--isa", metavar="I", help="force this instruction set; `gradzip doctor` lists them")
-    parser.add_argument("--rounds", type=_count, default=codec_bench.ROUNDS, metavar="N", help="best of N (default: 9)")
+    parser.add_argument("--rounds", type=count, default=codec_bench.ROUNDS, metavar="N", help="best of N (default: 9)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also append the rows to FILE")
     add_json(parser)
     parser.set_defaults(run=run)
+    net.add(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                     raise
                 notes.append(f"{spec} left out: {reason}")
     if args.csv:
-        append_csv(args.csv, results)
+        append_csv(args.csv, [row(result) for result in results])
     if results:
         speeds = [result.memcpy_gbps for result in results]
         notes.append(f"memcpy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s between the codecs")
@@ -84,39 +83,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def builtin(limit: int | None = None) -> Sample:
-    """The captured gradient; training it the first time is shown on stderr."""
-    with Bar(console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training a model for its gradients, once", total=1.0, visible=False)
-        snapshot = capture.cached(on_step=lambda p: bar.update(task, completed=p.fraction, visible=True))
-    return Sample.of(snapshot, limit)
-
-
 def row(result: Result) -> Row:
     derived = {"encode_memcpy": result.encode_memcpy, "decode_memcpy": result.decode_memcpy}
     return dataclasses.asdict(result) | derived
-
-
-def append_csv(path: Path, results: list[Result]) -> None:
-    rows = [row(result) | {"version": __version__, "processor": processor()} for result in results]
-    if not rows:
-        return
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def processor() -> str:
-    """The processor's name as Linux gives it, or what Python knows elsewhere."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @contextmanager
@@ -132,10 +101,3 @@ def _instruction_set(name: str | None) -> Iterator[None]:
         yield
     finally:
         native.set_isa(before)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value

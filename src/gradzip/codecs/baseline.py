@@ -68,6 +68,11 @@ class Cast(Lossy):
         if self.to not in self._TYPES:
             raise Unsupported(f"cast:to={self.to!r}: choose bf16 or fp16")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that values are rounded to."""
+        return self._TYPES[self.to]
+
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return 4 + 2 * numel
 

@@ -13,7 +13,7 @@ topology    which ranks share a host
 
 from .channel import Channel, open_channel
 from .coder import flatten, unflatten
-from .executor import AllReduce, Exchange, Received, Steps
+from .executor import AllReduce, Exchange, Parts, Steps
 from .message import Message, Outcome, average_plainly, route_of, single, submit
 from .pipeline import Job
 from .topology import Topology
@@ -25,7 +25,7 @@ __all__ = [
     "Job",
     "Message",
     "Outcome",
-    "Received",
+    "Parts",
     "Steps",
     "Topology",
     "average_plainly",

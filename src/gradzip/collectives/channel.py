@@ -23,7 +23,7 @@ from ..errors import PeerError, Unsupported
 from .buffers import Buffers
 from .gloo import Broken, Gloo
 from .health import Health
-from .pipeline import ROW_VERSION, Job, Pipeline, Probe
+from .pipeline import ROW_VERSION, Agreement, Pipeline, Probe
 from .topology import Topology
 
 HEARTBEAT = timedelta(seconds=30)
@@ -128,8 +128,9 @@ class Channel:
         text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({first})"
         return self.fail(PeerError(text), about=error.rank)
 
-    def _disagreement(self, job: Job, ranks: list[int]) -> PeerError:
-        texts = self.health.exchange_texts(f"text/{job.tag}", job.what, ranks)
+    def _disagreement(self, agreement: Agreement) -> PeerError:
+        ranks = list(range(self.world))
+        texts = self.health.exchange_texts(f"text/{agreement.number}", agreement.what, ranks)
         other = next((i for i, text in enumerate(texts) if text != texts[0]), len(ranks) - 1)
         return PeerError(
             f"ranks disagree. Rank {ranks[0]}: {texts[0]}. Rank {ranks[other]}: {texts[other]}. "
@@ -169,7 +170,7 @@ def open_channel(
     topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
     key = (group.group_name, str(device), topology, timeout, heartbeat)
     with _lock:
-        if key not in _channels:
+        if key not in _channels or _channels[key].error is not None:
             _channels[key] = Channel(group, device, topology, timeout, heartbeat)
         channel = _channels[key]
         channel.users += 1

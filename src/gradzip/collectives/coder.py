@@ -103,7 +103,8 @@ class TensorCoder:
             self.memory.lost(ctx.name, lost, self.scale)
 
     def finite(self, layout: Layout) -> bool:
-        return all(_finite(self._inputs[p.tensor][p.start : p.stop]) for p in layout)
+        """Whether the means are; they are the same bits on all ranks, and not finite if one rank's values were not."""
+        return all(finite(self._flat[p.tensor][p.start : p.stop]) for p in layout)
 
     # -- for the executor ---------------------------------------------------------------------------------------
 
@@ -123,9 +124,13 @@ class TensorCoder:
             return None  # `flatten` made a copy
         return [flat[p.start : p.stop] for flat, p in zip(flats, layout)]
 
+    def bound(self, leaf: Layout) -> int:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return sum(_densest(self.codec).bound(p.numel, dtype) + 2 * _ENTRY for p in _filled(leaf))
+
     def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
         values, offset = values.to(self._device(how)), 0
-        writer = self._writer(leaf, values.dtype, values.device, own=how.summed == 1)
+        writer = self._writer(leaf, values.device)
         for piece in leaf:
             x = values[offset : offset + piece.numel]
             offset += piece.numel
@@ -152,7 +157,7 @@ class TensorCoder:
                 offset += piece.numel
             self.decode(leaf, blob, how, outs, add=True)
             return self.encode(leaf, total, how)
-        writer = self._writer(leaf, values.dtype, values.device, own=False)
+        writer = self._writer(leaf, values.device)
         frames, offset = self._frames(leaf, blob.data, blob.source), 0
         for piece, frame in zip(_filled(leaf), frames):
             local = values[offset : offset + piece.numel]
@@ -160,6 +165,22 @@ class TensorCoder:
             ctx = self._context(piece, how, local.device)
             writer.write(partial(_fused, self.codec, frame, local, ctx))
         return writer.blob()
+
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for that many values, until the chunk is through."""
+        if self.home.type != "cpu":
+            return torch.empty(count, dtype=dtype, device=self.home)
+        buffer = self.buffers.take(count * dtype.itemsize)
+        self.taken.append(buffer)
+        return buffer[: count * dtype.itemsize].view(dtype)
+
+    def note_sent(self, layout: Layout, sent: torch.Tensor, factor: float) -> None:
+        """Takes note that `sent` times `factor` is what goes out of this rank's values."""
+        offset = 0
+        for piece in layout if self._feeds_back else ():
+            part = wide(sent[offset : offset + piece.numel])
+            self._lost[piece.tensor][piece.start : piece.stop].sub_(part, alpha=factor)
+            offset += piece.numel
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -229,9 +250,8 @@ class TensorCoder:
 
     # -- blobs --------------------------------------------------------------------------------------------------
 
-    def _writer(self, leaf: Layout, dtype: torch.dtype, device: torch.device, own: bool) -> _Writer:
-        codec, count = self.codec if own else _densest(self.codec), len(_filled(leaf))
-        size = HEAD_ROOM + sum(codec.bound(piece.numel, dtype) + 2 * _ENTRY for piece in _filled(leaf))
+    def _writer(self, leaf: Layout, device: torch.device) -> _Writer:
+        count, size = len(_filled(leaf)), HEAD_ROOM + self.bound(leaf)
         if device.type == "cpu":
             buffer = self.buffers.take(size)
             self.taken.append(buffer)
@@ -313,7 +333,7 @@ def _moved(floor: torch.Tensor | Floor, device: torch.device) -> torch.Tensor | 
     return dataclasses.replace(floor, theta=floor.theta.to(device), second=second)
 
 
-def _finite(x: torch.Tensor) -> bool:
+def finite(x: torch.Tensor) -> bool:
     """A sum is NaN or infinite if one of its terms is, and takes a quarter of the time of looking at each."""
     return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
 

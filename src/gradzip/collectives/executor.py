@@ -35,12 +35,15 @@ class Members(NamedTuple):
 
 @dataclass
 class Exchange:
-    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part comes back as it is."""
+    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part comes back as it is.
+
+    `most[i]` is how many bytes member i will send here at the most, None if it sends nothing. What is shorter comes
+    with bytes of no meaning behind it. Where `most` itself is None, sizes have to be asked for first.
+    """
 
     where: str
     send: Sequence[torch.Tensor | None]  # bytes
-    finite: bool  # whether all values that this rank knows of are
-    neighbours: bool = False  # only from the member before to the one after
+    most: Sequence[int | None] | None
 
 
 @dataclass
@@ -48,15 +51,10 @@ class AllReduce:
     """torch's own sum of a tensor over all ranks, in place."""
 
     tensor: torch.Tensor
-    finite: bool
 
 
-class Received(NamedTuple):
-    parts: list[torch.Tensor | None]
-    finite: bool  # on this rank and on all that it heard of
-
-
-Steps = Generator[Exchange | AllReduce, Received, None]
+Parts = list[torch.Tensor | None]
+Steps = Generator[Exchange | AllReduce, Parts, None]
 
 
 class Coder(Protocol):
@@ -66,10 +64,6 @@ class Coder(Protocol):
     dtype: torch.dtype  # of all tensors
     home: torch.device
 
-    def finite(self, layout: Layout) -> bool:
-        """Whether this rank's own values are."""
-        ...
-
     def load(self, layout: Layout) -> torch.Tensor:
         """This rank's own values, flat; not to be written to."""
         ...
@@ -78,6 +72,10 @@ class Coder(Protocol):
 
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         """Where the mean of each piece may be decoded to without a detour; None: nowhere."""
+        ...
+
+    def bound(self, leaf: Layout) -> int:
+        """How many bytes a blob of it has at the most, whatever is in the sum."""
         ...
 
     def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob: ...
@@ -137,7 +135,6 @@ class _Held:
     shift: int | None = None  # of the grid that values lie on; None: never coded
     stored: bool = False  # decoded straight to where the result belongs
     encodes: int = 0
-    finite: bool = True
     splits: list[_Split] = field(default_factory=list)
 
     @property
@@ -152,14 +149,8 @@ class Executor:
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
         self._held = _Held(layout, None)
 
-    @property
-    def finite(self) -> bool:
-        """At the end: whether the values of all ranks were."""
-        return self._held.finite
-
     def steps(self) -> Steps:
         held, steps = self._held, self._route.steps
-        held.finite = self._coder.finite(held.layout)
         held.plain = self._coder.load(held.layout)
         for number, (step, joins) in enumerate(zip(steps, self._route.joins)):
             rest = steps[number + 1 :]
@@ -270,10 +261,10 @@ class Executor:
         if not joins:
             held.summed *= group.size
 
-    def _swap(self, where: str, send: Sequence[torch.Tensor | None], neighbours: bool = False) -> _Swap:
-        received = yield Exchange(where, send, self._held.finite, neighbours)
-        self._held.finite = received.finite
-        return received.parts
+    def _most(self, coded: _Coded, leaves: Sequence[Layout]) -> int:
+        """How long a message can be with these leaves of all contributions."""
+        blobs = len(coded.contributions) * len(leaves)
+        return 8 * (4 + blobs) + len(coded.contributions) * sum(map(self._coder.bound, leaves))
 
     def _deal(self, where: str, group: Members) -> Steps:
         """rs and a2a: each member gets its part of everybody's data."""
@@ -283,14 +274,16 @@ class Executor:
         if held.plain is not None:
             kind = held.plain.dtype
             plain = [_bytes(_select(held.plain, held.layout, part)) for part in stretches]
-            received = yield from self._swap(where, plain)
+            size = numel(stretches[group.rank]) * kind.itemsize
+            received = yield Exchange(where, plain, [size] * group.size)
             held.plain = self._sum(received, kind)
         else:
             coded = _coded(held)
             width = len(coded.leaves) // group.size
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
-            received = yield from self._swap(where, [_pack(lists) for lists in deals])
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
+            most = [self._most(coded, leaves)] * group.size
+            received = yield Exchange(where, [_pack(lists) for lists in deals], most)
             held.coded = _Coded(leaves, _all_contributions(received, group), coded.how)
         held.layout = stretches[group.rank]
 
@@ -301,18 +294,21 @@ class Executor:
         nothing: list[None] = [None] * (group.size - 1)
         if held.plain is not None:
             kind = held.plain.dtype
-            received = yield from self._swap(where, [_bytes(held.plain), *nothing])
+            size = held.plain.numel() * kind.itemsize if group.rank == 0 else None
+            received = yield Exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
             held.plain = self._sum(received, kind) if group.rank == 0 else None
             return
         coded = _coded(held)
-        received = yield from self._swap(where, [_pack(coded.contributions), *nothing])
         first = group.rank == 0
+        most = self._most(coded, coded.leaves) if first else None
+        received = yield Exchange(where, [_pack(coded.contributions), *nothing], [most] * group.size)
         held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how) if first else None
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = _coded(self._held)
-        received = yield from self._swap(where, [_pack(coded.contributions)] * group.size)
+        most = self._most(coded, coded.leaves)
+        received = yield Exchange(where, [_pack(coded.contributions)] * group.size, [most] * group.size)
         self._held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how)
 
     def _join(self, split: _Split, where: str, group: Members) -> Steps:
@@ -324,7 +320,8 @@ class Executor:
             if not self._coder.exact_grid:
                 self._settle()
             kind = held.plain.dtype
-            received = yield from self._swap(where, [_bytes(held.plain)] * group.size)
+            sizes = [numel(part) * kind.itemsize for part in deal(split.layout, group.size)]
+            received = yield Exchange(where, [_bytes(held.plain)] * group.size, sizes)
             held.plain = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
             for part, leaf in zip(received, deal(split.layout, group.size)):
                 values = _present(part).view(kind)
@@ -332,12 +329,13 @@ class Executor:
                     view.copy_(piece)
         else:
             coded = _coded(held)
-            received = yield from self._swap(where, [_pack(coded.contributions)] * group.size)
+            width = len(coded.leaves)
+            leaves = [deal(part, width) for part in deal(split.layout, group.size)]
+            most = [self._most(coded, of_member) for of_member in leaves]
+            received = yield Exchange(where, [_pack(coded.contributions)] * group.size, most)
             members = [_unpack(part, source) for source, part in zip(group.ranks, received)]
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
-            width = len(coded.leaves)
-            leaves = [leaf for part in deal(split.layout, group.size) for leaf in deal(part, width)]
-            held.coded = _Coded(leaves, whole, coded.how)
+            held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
         held.layout = split.layout
 
     def _broadcast(self, where: str, group: Members) -> Steps:
@@ -346,10 +344,9 @@ class Executor:
         if group.rank == 0:
             if held.plain is not None and not self._coder.exact_grid:
                 self._settle()
-            message = _describe(held)
-            yield from self._swap(where, [message] * group.size)
+            yield Exchange(where, [_describe(held)] * group.size, None)
             return
-        received = yield from self._swap(where, [None] * group.size)
+        received = yield Exchange(where, [None] * group.size, None)
         _understand(held, _present(received[0]), group.ranks[0], self._coder)
 
     def _ring(self, step: Step, device: str) -> Steps:
@@ -368,10 +365,12 @@ class Executor:
             blob = self._coder.encode(start, _select(own, held.layout, start), self._how(device, held.summed))
             for hop in range(group.size - 1):
                 send: list[torch.Tensor | None] = [None] * group.size
-                send[after] = blob.data
-                received = yield from self._swap(step.where, send, neighbours=True)
+                send[after] = _pack([[blob]])
                 leaf = leaves[(before - 1 - hop) % group.size]
-                arrived = Blob(_present(received[before]), group.ranks[before])
+                most: list[int | None] = [None] * group.size
+                most[before] = HEAD_ROOM + self._coder.bound(leaf)
+                received = yield Exchange(step.where, send, most)
+                ((arrived,),) = _unpack(received[before], group.ranks[before])
                 values = _select(own, held.layout, leaf)
                 how = How(device, held.encodes, held.summed * (2 + hop), held.shift or 0)
                 if hop < group.size - 2:
@@ -391,9 +390,6 @@ class Executor:
         for part in received[1:]:
             total += _present(part).view(kind).to(home)
         return total
-
-
-_Swap = Generator[Exchange | AllReduce, Received, "list[torch.Tensor | None]"]
 
 
 # --- Stretches of flat values ----------------------------------------------------------------------------------------

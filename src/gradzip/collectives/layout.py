@@ -27,7 +27,7 @@ Layout = tuple[Piece, ...]
 
 # Values that each rank of a group gets of one chunk. Large enough that code tables and latency do not show, small
 # enough that coding one chunk overlaps with sending another.
-PART = 1 << 18
+PART = 1 << 19
 
 
 def numel(layout: Layout) -> int:

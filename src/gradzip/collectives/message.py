@@ -24,10 +24,10 @@ from ..errors import Unsupported, nearest
 from ..feedback import Memory
 from ..routes import NAMED, Route
 from .channel import Channel
-from .coder import TensorCoder, cuttable, flatten, unflatten
-from .executor import AllReduce, Blob, Exchange, Executor, How, Steps
-from .layout import Layout, Piece, chunks
-from .pipeline import Job
+from .coder import TensorCoder, cuttable, finite, flatten, unflatten
+from .executor import AllReduce, Blob, Executor, How, Parts, Steps
+from .layout import Layout, Piece, chunks, numel
+from .pipeline import Agreement, Job
 
 FACTORS, ALLREDUCE = "factors", "allreduce"
 NAMES = (*NAMED, FACTORS)
@@ -65,6 +65,7 @@ class Outcome:
     finite: bool = True  # the gradients of all ranks were
     error: BaseException | None = None
     bytes_sent: int = 0
+    bytes_out: int = 0  # of these, to other hosts
     collectives: int = 0  # that a textbook would count
     coding: float = 0.0  # seconds
     waiting: float = 0.0
@@ -73,6 +74,7 @@ class Outcome:
         self.finite &= other.finite
         self.error = self.error or other.error
         self.bytes_sent += other.bytes_sent
+        self.bytes_out += other.bytes_out
         self.collectives += other.collectives
         self.coding += other.coding
         self.waiting += other.waiting
@@ -125,7 +127,7 @@ class _Gathering:
 
     def one_done(self, outcome: Outcome) -> Callable[[Job, BaseException | None], None]:
         def ended(job: Job, error: BaseException | None) -> None:
-            outcome.error, outcome.bytes_sent = error, job.bytes_sent
+            outcome.error, outcome.bytes_sent, outcome.bytes_out = error, job.bytes_sent, job.bytes_out
             outcome.coding, outcome.waiting = job.coding, job.waiting
             with self._lock:
                 self._total.add(outcome)
@@ -145,8 +147,8 @@ def _jobs(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
     what = message.describe()
     if message.route == FACTORS:
         return [_one_job(what, message, channel, _factors)]
-    if message.route == ALLREDUCE and not isinstance(message.codec, Identity):
-        return [_one_job(what, message, channel, _sum16 if isinstance(message.codec, Cast) else _addends)]
+    if message.route == ALLREDUCE and not isinstance(message.codec, Identity | Cast):
+        return [_one_job(what, message, channel, _addends)]
     return _chunk_jobs(what, message, channel)
 
 
@@ -167,9 +169,12 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
             _wait_for(message.ready)
             gate = message.must_be_lossless
             coder.prepare(lossless=coder.needs_floors and gate is not None and gate())
-        executor = Executor(route, layout, coder.for_chunk(job.taken), channel.groups, channel.world)
-        yield from executor.steps()
-        outcome.finite = executor.finite
+        chunk = coder.for_chunk(job.taken)
+        if isinstance(message.codec, Cast) and not route.compresses:
+            yield from _sum16(message.codec, layout, chunk, channel.world)
+        else:
+            yield from Executor(route, layout, chunk, channel.groups, channel.world).steps()
+        outcome.finite = coder.finite(layout)
         outcome.collectives = int(first)
         with lock:
             left -= 1
@@ -177,9 +182,9 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
         if last:
             coder.finish()
 
-    jobs = []
+    jobs, agreement = [], Agreement(what)
     for number, layout in enumerate(layouts):
-        job, outcome = Job(f"chunk {number + 1} of {len(layouts)} of {what}", _nothing(), _unset), Outcome()
+        job, outcome = Job(agreement, _nothing(), _unset), Outcome()
         job.steps = run(job, outcome, layout, first=number == 0)
         jobs.append((job, outcome))
     return jobs
@@ -193,37 +198,34 @@ _Way = Callable[[Message, Channel, Job, Outcome], Steps]
 
 
 def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[Job, Outcome]:
-    job, outcome = Job(what, _nothing(), _unset), Outcome()
+    job, outcome = Job(Agreement(what), _nothing(), _unset), Outcome()
     job.steps = way(message, channel, job, outcome)
     return job, outcome
 
 
-def _sum16(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+def _sum16(codec: Cast, layout: Layout, coder: TensorCoder, world: int) -> Steps:
     """`cast` by allreduce: torch's own sum, in 16 bits."""
-    _wait_for(message.ready)
-    frames, outcome.finite = _encoded(message)
-    flat = torch.cat([message.codec.addends(frame) for frame in frames])
-    flat.mul_(1 / channel.world)  # before, or fp16 overflows
-    received = yield AllReduce(flat, outcome.finite)
-    _summed(message, frames, flat, outcome, received.finite)
+    half = coder.scratch(numel(layout), codec.dtype)
+    torch.mul(coder.load(layout), 1 / world, out=half)  # divided before, or fp16 overflows
+    coder.note_sent(layout, half, world)
+    yield AllReduce(half)
+    coder.store(layout, half)
 
 
 def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
     """The numbers inside summable frames are averaged, then decoded once."""
     _wait_for(message.ready)
-    frames, finite = _encoded(message)
+    frames = _encoded(message)
     flat = torch.cat([message.codec.addends(frame) for frame in frames])
-    plain = _Plain(flat, finite)
-    executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world)
-    yield from executor.steps()
-    _summed(message, frames, flat, outcome, executor.finite)
+    plain = _Plain(flat)
+    yield from Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world).steps()
+    _summed(message, frames, flat, outcome)
 
 
-def _encoded(message: Message) -> tuple[list[torch.Tensor], bool]:
+def _encoded(message: Message) -> list[torch.Tensor]:
     """A frame for each tensor, what was lost before included; what is lost now goes to memory."""
-    frames, finite = [], True
+    frames = []
     for tensor, ctx in zip(message.tensors, message.contexts):
-        finite &= bool(tensor.isfinite().all())
         x = message.memory.compensated(ctx.name, tensor, message.scale)
         frame = message.codec.encode(flatten(x, tensor).to(tensor.dtype), ctx)
         residual = None
@@ -231,17 +233,17 @@ def _encoded(message: Message) -> tuple[list[torch.Tensor], bool]:
             residual = wide(x) - unflatten(message.codec.decode(frame, ctx), tensor)
         message.memory.lost(ctx.name, residual, message.scale)
         frames.append(frame)
-    return frames, finite
+    return frames
 
 
-def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, outcome: Outcome, finite: bool) -> None:
+def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, outcome: Outcome) -> None:
     """Puts the mean of the numbers into the frames, and decodes them."""
     own = [message.codec.addends(frame) for frame in frames]
     for numbers, mean in zip(own, flat.split_with_sizes([a.numel() for a in own])):
         numbers.copy_(mean)
     for tensor, ctx, frame in zip(message.tensors, message.contexts, frames):
         tensor.copy_(unflatten(message.codec.decode(frame, ctx), tensor))
-    outcome.finite, outcome.collectives = finite, 1
+    outcome.finite, outcome.collectives = all(map(finite, message.tensors)), 1
 
 
 def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
@@ -249,24 +251,23 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     _wait_for(message.ready)
     names = [ctx.name for ctx in message.contexts]
     inputs = [message.memory.compensated(n, t, message.scale) for n, t in zip(names, message.tensors)]
-    outcome.finite = all(bool(t.isfinite().all()) for t in message.tensors)
 
     def average(flat: torch.Tensor) -> None:
-        plain = _Plain(flat.view(-1), outcome.finite)
-        executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world)
-        steps, received = executor.steps(), None
+        plain = _Plain(flat.view(-1))
+        steps = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world).steps()
+        received: Parts | None = None
         while True:
             try:
-                wanted: Exchange | AllReduce = steps.send(received)  # type: ignore[arg-type]
+                wanted = steps.send(received)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration:
                 break
             received = channel.pipeline.exchange(job, wanted)
-        outcome.finite = executor.finite
         outcome.collectives += 1
 
     for name, tensor, result in zip(names, message.tensors, message.codec.reduce(inputs, message.contexts, average)):
         message.memory.lost(name, result.residual, message.scale)
         tensor.copy_(result.mean)
+    outcome.finite = all(map(finite, message.tensors))
     yield from ()
 
 
@@ -281,7 +282,7 @@ def average_plainly(
 
     def run(job: Job, outcome: Outcome) -> Steps:
         _wait_for(ready)
-        yield AllReduce(buffer.mul_(1 / channel.world), True)
+        yield AllReduce(buffer.mul_(1 / channel.world))
         outcome.collectives = 1
 
     single(what, run, channel, done)
@@ -290,7 +291,7 @@ def average_plainly(
 def single(what: str, run: Callable[[Job, Outcome], Steps], channel: Channel, done: Callable[[Outcome], None]) -> None:
     """Sends a job of one's own on its way, among the messages."""
     outcome = Outcome()
-    job = Job(what, _nothing(), _Gathering(1, done).one_done(outcome))
+    job = Job(Agreement(what), _nothing(), _Gathering(1, done).one_done(outcome))
     job.steps = run(job, outcome)
     channel.pipeline.submit(job)
 
@@ -305,13 +306,10 @@ class _Plain:
 
     exact_grid = False
 
-    def __init__(self, flat: torch.Tensor, finite: bool) -> None:
-        self._flat, self._finite = flat, finite
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
         self.dtype, self.home = flat.dtype, flat.device
         self.layout: Layout = (Piece(0, 0, flat.numel()),)
-
-    def finite(self, layout: Layout) -> bool:
-        return self._finite
 
     def load(self, layout: Layout) -> torch.Tensor:
         (piece,) = layout
@@ -323,6 +321,9 @@ class _Plain:
 
     def targets(self, layout: Layout) -> None:
         return None
+
+    def bound(self, leaf: Layout) -> int:
+        raise AssertionError("plain values are not coded")
 
     def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
         raise AssertionError("plain values are not coded")

@@ -1,15 +1,13 @@
 """Chunks go through a pipeline: while one is coded, others are on the wire.
 
-A job is a generator that yields what it wants exchanged (see executor.py). Stage i codes until the i-th exchange, then
-sends a row that says what it is about to do; its partner waits for the rows of the others, compares, and starts the
-data on its way; stage i+1 waits for the data and goes on. Each is a thread that takes jobs strictly in the order in
-which they were submitted, so what is issued, and in which order, never depends on timing:
+A job is a generator that yields what it wants exchanged (see executor.py). Stage i codes until the i-th exchange and
+starts it; stage i+1 waits for what comes from the others and goes on. Each stage is a thread that takes jobs strictly
+in the order of submission, so what is issued, and in which order, never depends on timing.
 
-    code 0 -> start 0 -> code 1 -> start 1 -> ... -> code n
-
-A row holds: a digest of what the rank does, whether its values are finite, and the size of what each member will get.
-Messages are matched by job and exchange. So a rank that does something else than the others is found out by its row
-before any data moves, and everybody raises.
+Before the first data of a message moves, all ranks compare a digest of what they are about to do, in a thread of its
+own while the first chunk is coded. A rank that does something else is found out there, and everybody raises. How a
+message is cut up, and how long each part of it can be, follows from what was agreed: no size has to be asked for, and
+buffers wait for the data before it is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -26,26 +24,36 @@ import torch
 
 from ..errors import PeerError
 from .buffers import Buffers
-from .executor import AllReduce, Exchange, Members, Received, Steps
-from .gloo import Gloo, Pending, Rows
+from .executor import AllReduce, Exchange, Members, Parts, Steps
+from .gloo import Gloo, Pending
 
-ROW_VERSION = 1
+ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
 _MOST_EXCHANGES = 256  # of one job; part of the tag
 _JOBS = 1 << 20  # after so many, tags are used again
 
 
+class Agreement:
+    """What all ranks must be about to do, and whether they are."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.number = -1
+        self.reached = threading.Event()
+
+
 @dataclass(eq=False)
 class Job:
     """One chunk on its way; `done` is called once, with the error if there was one."""
 
-    what: str  # what all ranks must agree on
+    agreement: Agreement  # the same for all chunks of a message
     steps: Steps
     done: Callable[[Job, BaseException | None], None]
     number: int = -1
     exchanges: int = 0
     bytes_sent: int = 0
+    bytes_out: int = 0  # of these, to other hosts
     coding: float = 0.0  # seconds
     waiting: float = 0.0  # seconds in which a coding thread waited for data
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back in the end
@@ -59,15 +67,15 @@ class Job:
 class _Transfer:
     """Data under way to and from the members of a group."""
 
-    def __init__(self, pending: Pending, parts: list[torch.Tensor | None], finite: bool) -> None:
-        self._pending, self._parts, self._finite = pending, parts, finite
+    def __init__(self, pending: Pending, parts: Parts) -> None:
+        self._pending, self._parts = pending, parts
 
-    def wait(self) -> Received:
+    def wait(self) -> Parts:
         self._pending.wait()
-        return Received(self._parts, self._finite)
+        return self._parts
 
 
-Probe = Callable[[str, int, Job], None]
+Probe = Callable[[str, int, int], None]  # what (agree, code or start), stage, and number of the agreement or job
 
 
 class Pipeline:
@@ -77,7 +85,7 @@ class Pipeline:
         groups: Mapping[str, Members],
         buffers: Buffers,
         on_error: Callable[[BaseException], BaseException],
-        disagree: Callable[[Job, list[int]], PeerError],
+        disagree: Callable[[Agreement], PeerError],
         device: torch.device,
         probe: Probe | None = None,
     ) -> None:
@@ -89,11 +97,12 @@ class Pipeline:
         self._changed = threading.Condition()
         self._live: dict[Job, None] = {}
         self._count = 0
+        self._agreements = 0
+        self._agree: SimpleQueue[Agreement | None] = SimpleQueue()
         self._code: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(STAGES + 1)]
-        self._start: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(STAGES)]
         self._free = [threading.Semaphore(IN_FLIGHT) for _ in range(STAGES)]
         self._threads: list[threading.Thread] = []
-        self._busy_stages = 0
+        self._stages = 0
 
     # -- for users ----------------------------------------------------------------------------------------------
 
@@ -106,7 +115,12 @@ class Pipeline:
                 self._count += 1
                 self._live[job] = None
                 if not self._threads:
-                    self._grow()
+                    self._run(self._agreeing, "agree")
+                    self._add_stage()
+                if job.agreement.number < 0:
+                    job.agreement.number = self._agreements
+                    self._agreements += 1
+                    self._agree.put(job.agreement)
                 self._code[0].put((job, None))
         if error is not None:
             job.done(job, error)
@@ -124,6 +138,7 @@ class Pipeline:
                 self.error = error
             jobs = list(self._live)
         for job in jobs:
+            job.agreement.reached.set()
             self._finish(job, self.error)
         self._release()
 
@@ -136,26 +151,45 @@ class Pipeline:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Received:
+    def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
         """An exchange from inside a job, for codecs that call instead of yielding; it waits."""
-        return self._begin(job, wanted, self._announce(job, wanted)).wait()
+        return self._begin(job, wanted, stage=0).wait()
 
     # -- threads ------------------------------------------------------------------------------------------------
 
-    def _grow(self) -> None:
+    def _run(self, target: Callable[..., None], name: str, *args: int) -> None:
+        label = "-".join(["gradzip", name, *map(str, args)])
+        thread = threading.Thread(target=target, args=args, name=label, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _add_stage(self) -> None:
         """One more stage: threads are made when a job first needs them."""
-        stage = self._busy_stages
-        for name, target in (("code", self._coding), ("start", self._starting)):
-            if name == "start" and stage == STAGES:
-                continue
-            thread = threading.Thread(target=target, args=(stage,), name=f"gradzip-{name}-{stage}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._busy_stages += 1
+        self._run(self._coding, "code", self._stages)
+        self._stages += 1
 
     def _release(self) -> None:
-        for queue in (*self._code, *self._start):
+        for queue in (*self._code, self._agree):
             queue.put(None)
+        for free in self._free:
+            free.release()
+
+    def _agreeing(self) -> None:
+        """Compares with the others what each is about to do, message by message."""
+        others = [rank for rank in range(self._gloo.world) if rank != self._gloo.rank]
+        while (agreement := self._agree.get()) is not None:
+            if self._probe:
+                self._probe("agree", 0, agreement.number)
+            own = torch.tensor([ROW_VERSION, digest(agreement.what)])
+            try:
+                rows = self._gloo.send_row(own, others, others, agreement.number % _JOBS)
+                rows.wait()
+                if any(not torch.equal(row, own) for row in rows.received.values()):
+                    raise self._disagree(agreement)
+            except BaseException as error:
+                self.fail(self.error or self._on_error(error))
+                return
+            agreement.reached.set()
 
     def _coding(self, stage: int) -> None:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -170,7 +204,7 @@ class Pipeline:
                     self._fail(job, error)
 
     def _advance(self, stage: int, job: Job, transfer: _Transfer | None) -> None:
-        """Codes until the next exchange. At the last stage all the rest of a job, exchanges and all."""
+        """Codes until the next exchange and starts it. At the last stage all the rest of a job, exchanges and all."""
         began = time.perf_counter()
         try:
             received = None if transfer is None else transfer.wait()
@@ -180,15 +214,19 @@ class Pipeline:
         wanted = self._resume(stage, job, received, began)
         while stage == STAGES:
             began = time.perf_counter()
-            wanted = self._resume(stage, job, self.exchange(job, wanted), began)
-        rows = self._announce(job, wanted)
-        self._start[stage].put((job, wanted, rows))
+            wanted = self._resume(stage, job, self._begin(job, wanted, stage).wait(), began)
+        self._free[stage].acquire()
+        started = self._begin(job, wanted, stage)
+        with self._changed:
+            if stage + 1 == self._stages:
+                self._add_stage()
+        self._code[stage + 1].put((job, started))
 
-    def _resume(self, stage: int, job: Job, received: Received | None, began: float) -> Exchange | AllReduce:
+    def _resume(self, stage: int, job: Job, received: Parts | None, began: float) -> Exchange | AllReduce:
         arrived = time.perf_counter()
         job.waiting += arrived - began
         if self._probe:
-            self._probe("code", stage, job)
+            self._probe("code", stage, job.number)
         try:
             return job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
         finally:
@@ -196,79 +234,56 @@ class Pipeline:
                 torch.cuda.current_stream(self._device).synchronize()  # the next stage has a stream of its own
             job.coding += time.perf_counter() - arrived
 
-    def _starting(self, stage: int) -> None:
-        while (item := self._start[stage].get()) is not None:
-            job, wanted, rows = item
-            self._free[stage].acquire()
-            try:
-                transfer = self._begin(job, wanted, rows, stage)
-            except BaseException as error:
-                self._free[stage].release()
-                self._fail(job, error)
-                continue
-            with self._changed:
-                if stage + 1 == self._busy_stages:
-                    self._grow()
-            self._code[stage + 1].put((job, transfer))
-
     # -- exchanges ----------------------------------------------------------------------------------------------
 
-    def _announce(self, job: Job, wanted: Exchange | AllReduce) -> Rows:
-        """Starts to tell the members of the group what this rank is about to do."""
+    def _begin(self, job: Job, wanted: Exchange | AllReduce, stage: int) -> _Transfer:
+        """Starts data on its way, once all ranks agree on what is done."""
+        job.agreement.reached.wait()
         if self.error is not None:
             raise self.error
-        group = self._groups["flat" if isinstance(wanted, AllReduce) else wanted.where]
-        sizes = [-1] * self._gloo.world
-        if isinstance(wanted, AllReduce):
-            sizes[: group.size] = [wanted.tensor.numel() * wanted.tensor.itemsize] * group.size
-            where, others = "sum", [r for r in group.ranks if r != self._gloo.rank]
-            to = of = others
-        else:
-            sizes[: group.size] = [-1 if part is None else part.numel() for part in wanted.send]
-            where = wanted.where
-            to, of = _partners(group, wanted.neighbours)
-        job.bytes_sent += 8 * len(sizes) * len(to)
-        row = torch.tensor([digest(f"{job.what} ({where})"), int(wanted.finite), *sizes])
-        return self._gloo.send_row(row, to, of, job.tag)
-
-    def _begin(self, job: Job, wanted: Exchange | AllReduce, rows: Rows, stage: int = 0) -> _Transfer:
-        """Compares the rows of the members, and starts the data on its way."""
         if self._probe:
-            self._probe("start", stage, job)
-        rows.wait()
-        own = digest(f"{job.what} ({'sum' if isinstance(wanted, AllReduce) else wanted.where})")
-        said = {rank: row.tolist() for rank, row in rows.received.items()}
-        if any(row[0] != own for row in said.values()):
-            raise self._disagree(job, sorted([*said, self._gloo.rank]))
-        finite = wanted.finite and all(row[1] for row in said.values())
-        tag, job.exchanges = job.tag, job.exchanges + 1
+            self._probe("start", stage, job.number)
         if isinstance(wanted, AllReduce):
             assert stage == 0, "torch's sums are matched by their order: only one thread may issue them"
-            job.bytes_sent += (
-                2 * (self._gloo.world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // (self._gloo.world)
-            )
-            pending = self._gloo.all_reduce(wanted.tensor) if self._gloo.world > 1 else Pending()
-            return _Transfer(pending, [wanted.tensor], finite)
+            sent = 2 * (self._gloo.world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // self._gloo.world
+            job.bytes_sent += sent
+            job.bytes_out += sent
+            return _Transfer(self._gloo.all_reduce(wanted.tensor), [wanted.tensor])
         group = self._groups[wanted.where]
-        parts: list[torch.Tensor | None] = [None] * group.size
+        most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
+        tag, job.exchanges = job.tag, job.exchanges + 1
+        parts: Parts = [None] * group.size
         parts[group.rank] = wanted.send[group.rank]
-        into = []
-        for i, rank in enumerate(group.ranks):
-            size = said[rank][2 + group.rank] if rank in said else -1
-            if size >= 0:
+        into, sends = [], []
+        for step in range(1, group.size):  # every member starts with another one
+            i, j = (group.rank - step) % group.size, (group.rank + step) % group.size
+            size, part = most[i], wanted.send[j]
+            if size is not None:
                 buffer = self._buffers.take(size)
                 job.taken.append(buffer)
                 parts[i] = buffer[:size]
                 if size:
-                    into.append((rank, buffer[:size]))
-        sends = []
-        for step in range(1, group.size):  # every member starts with another one
-            i = (group.rank + step) % group.size
-            part = wanted.send[i]
+                    into.append((group.ranks[i], buffer[:size]))
             if part is not None and part.numel():
-                sends.append((group.ranks[i], self._on_host(job, part)))
-                job.bytes_sent += part.numel()
-        return _Transfer(self._gloo.send(sends, into, tag), parts, finite)
+                sends.append((group.ranks[j], self._on_host(job, part)))
+                self._count_bytes(job, part.numel(), [group.ranks[j]])
+        return _Transfer(self._gloo.send(sends, into, tag), parts)
+
+    def _ask_sizes(self, job: Job, wanted: Exchange, group: Members) -> list[int | None]:
+        """What each member is going to send here, where it does not follow from what was agreed."""
+        sizes = [-1] * self._gloo.world
+        sizes[: group.size] = [-1 if part is None else part.numel() for part in wanted.send]
+        others = [rank for rank in group.ranks if rank != self._gloo.rank]
+        rows = self._gloo.send_row(torch.tensor(sizes), others, others, _JOBS + job.tag)
+        rows.wait()
+        said = {rank: int(row[group.rank]) for rank, row in rows.received.items()}
+        self._count_bytes(job, 8 * len(sizes), others)
+        return [None if (size := said.get(rank, -1)) < 0 else size for rank in group.ranks]
+
+    def _count_bytes(self, job: Job, size: int, to: Sequence[int]) -> None:
+        neighbours = self._groups["intra"].ranks if "intra" in self._groups else ()
+        job.bytes_sent += size * len(to)
+        job.bytes_out += size * sum(rank not in neighbours for rank in to)
 
     def _on_host(self, job: Job, part: torch.Tensor) -> torch.Tensor:
         if part.device.type == "cpu":
@@ -302,15 +317,6 @@ class Pipeline:
             with self._changed:
                 self._live.pop(job, None)
                 self._changed.notify_all()
-
-
-def _partners(group: Members, neighbours: bool) -> tuple[list[int], list[int]]:
-    """To whom a rank sends, and from whom it receives."""
-    if not neighbours:
-        others = [rank for i, rank in enumerate(group.ranks) if i != group.rank]
-        return others, others
-    after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
-    return ([after], [before]) if group.size > 1 else ([], [])
 
 
 def digest(text: str) -> int:

@@ -1,0 +1,53 @@
+"""What the benchmarks share: the gradient that they measure on, and the file that they write to."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress as Bar
+
+from .. import __version__, capture
+from ..bench.sample import Sample
+from .table import Row, console
+
+
+def builtin(limit: int | None = None) -> Sample:
+    """The captured gradient; training it the first time is shown on stderr."""
+    with Bar(console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("training a model for its gradients, once", total=1.0, visible=False)
+        snapshot = capture.cached(on_step=lambda p: bar.update(task, completed=p.fraction, visible=True))
+    return Sample.of(snapshot, limit)
+
+
+def append_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows to a file, with this version and processor; a new file gets a heading."""
+    if not rows:
+        return
+    complete = [row | {"version": __version__, "processor": processor()} for row in rows]
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(complete[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(complete)
+
+
+def processor() -> str:
+    """The processor's name as Linux gives it, or what Python knows elsewhere."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
