@@ -137,6 +137,8 @@ inline void launch(void (*kernel)(const void*), const void* args, unsigned group
 
 }  // namespace emulator
 
+alignas(16) inline unsigned char dynamic_shared[1 << 18];
+
 #define threadIdx emulator::thread
 #define blockIdx emulator::block
 #define gridDim emulator::grid

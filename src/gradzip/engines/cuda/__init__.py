@@ -148,12 +148,12 @@ def decode_add_encode(
     total = torch.empty_like(local)
     incoming = _readable(body, total, floor, book, local)
     coding = FIXED if floor is None else NEAR
-    Launch([incoming], coding, Job("near", shift=in_shift), encodes=False).decode()
+    Launch([incoming], coding, Job("near", shift=in_shift), encodes=False).run()
     tables = incoming.body if lengths is None and book is None else None
     given = lengths if lengths is not None else book
     room = _aligned_room(out)
     writing = Launch([Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job, encodes=True)
-    writing.encode()
+    writing.run()
     (size,), status = writing.finish()
     _raise_faults(status)
     if status & _OTHER_CODING:
@@ -209,7 +209,7 @@ def _encode(parts: list[Part], job: Job) -> list[int]:
         found: list[int] = []
         if filled:
             run = Launch(filled, _coding(filled[0].values, job), job, encodes=True)
-            run.encode()
+            run.run()
             found, status = run.finish()
             if status & 1:
                 raise Unsupported("the code lengths given are no complete code")
@@ -256,7 +256,7 @@ def _check_empty(body: torch.Tensor, shared: int) -> None:
 def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
     """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
     run = Launch(batch, coding, Job("near", shift=shift), encodes=False)
-    run.decode()
+    run.run()
     _, status = run.finish()
     _raise_faults(status)
     return (status >> 16) & 3 if status & _OTHER_CODING else None

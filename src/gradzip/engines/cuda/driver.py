@@ -21,6 +21,8 @@ from ...errors import EngineError
 KERNELS = Path(__file__).parent / "kernels"
 # One source, in this order: later files use what earlier ones define.
 FILES = ("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode")
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_RESERVED_SHARED = 1024  # what the system takes of every group's shared memory
 _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
 
 
@@ -128,8 +130,9 @@ class Device:
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._context = ctypes.c_void_p()
         _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._index), "using the GPU's context")
-        self._functions: dict[str, ctypes.c_void_p] = {}
-        self._resident: dict[str, int] = {}
+        self._shared_per_group = properties.shared_memory_per_block_optin
+        self._shared_in_all = properties.shared_memory_per_multiprocessor
+        self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
 
     def _enter(self) -> None:
         """A thread that has not used this GPU yet has no context, or that of another GPU."""
@@ -138,34 +141,40 @@ class Device:
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
-    def _load(self, kernel: str, threads: int) -> ctypes.c_void_p:
+    def load(self, kernel: str, threads: int, shared: int) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
         self._enter()
         binary = _binary(kernel, threads, self._architecture)
         module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
         _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, _entry(kernel).encode()), f"finding {kernel}")
-        code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(count), function, threads, 0)
+        if shared:
+            _check(_cuda().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"shared memory for {kernel}")
+        code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            ctypes.byref(count), function, threads, ctypes.c_size_t(shared)
+        )
         _check(code, f"asking how often {kernel} fits")
-        self._resident[kernel] = max(1, count.value) * self._processors
-        self._functions[kernel] = function
-        return function
+        self._functions[kernel] = function, shared
+        return max(1, count.value) * self._processors
 
-    def resident(self, kernel: str, threads: int) -> int:
-        """How many groups of that kernel the GPU runs at once."""
-        if kernel not in self._resident:
-            self._load(kernel, threads)
-        return self._resident[kernel]
+    def warps(self, shared: int) -> int:
+        """The number of warps per group that makes the most of the GPU, if each needs `shared` bytes."""
+
+        def running(warps: int) -> int:
+            return warps * (self._shared_in_all // (warps * shared + _RESERVED_SHARED))
+
+        return max((w for w in range(1, 9) if w == 1 or w * shared <= self._shared_per_group), key=running)
 
     def stream(self) -> int:
         return torch.cuda.current_stream(self._index).cuda_stream
 
     def launch(self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int) -> None:
-        """`arguments` is copied before this returns."""
-        function = self._functions.get(kernel) or self._load(kernel, threads)
+        """Runs a kernel that has been loaded; `arguments` are copied before this returns."""
+        function, shared = self._functions[kernel]
         self._enter()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         where = ctypes.c_void_p(stream)
-        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, 0, where, pointers, None)
+        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, where, pointers, None)
         _check(code, f"launching {kernel}")
 
     def wait(self, stream: int) -> None:

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from ...errors import Unsupported
-from ..layout import FIXED, NEAR, PAPER, Floor, Job, blocks_of, segments_of
+from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, segments_of
 from . import driver
 
 WARPS = 4  # blocks that a group of threads codes together
-GATHERING_WARPS = 2  # the same where blocks are brought to shared memory, which is scarce
+FIXED_ROOM = 256 * 4 + 1856  # bytes of shared memory per warp of encode_fixed, besides the block itself
 MOST_TENSORS = 16  # per launch
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
@@ -34,9 +34,17 @@ class Launcher(Protocol):
 
     def launch(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
-    ) -> None: ...
+    ) -> None:
+        """`arguments` are copied before this returns."""
+        ...
 
-    def resident(self, kernel: str, threads: int) -> int: ...
+    def load(self, kernel: str, threads: int, shared: int) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
+        ...
+
+    def warps(self, shared: int) -> int:
+        """The number of warps per group that makes the most of the GPU, if each needs `shared` bytes."""
+        ...
 
     def stream(self) -> int: ...
 
@@ -157,17 +165,41 @@ def _rounding(job: Job) -> tuple[int, int, int, int]:
     return (cut, half - 1, 1, -(1 << cut)) if cut < 23 else (cut, half, 0, -(1 << cut))
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel as it is launched for one kind of tensors."""
+
+    name: str
+    warps: int  # per group
+    resident: int  # groups that run at once
+
+
 @cache
-def _kernels(dtype: torch.dtype, coding: int, floor: str, keeps: bool, adds: bool, warps: int) -> dict[str, str]:
-    """What is launched for such tensors, by purpose."""
-    kind, where = _TYPES[dtype], f"{_CODINGS[coding]}, {'kNoFloor' if coding == FIXED else floor}"
-    keep, add = str(keeps).lower(), str(adds).lower()
-    fixed = f"encode_fixed<{kind}, {keep}, {warps}>"
-    return {
-        "plan": f"plan_segment<{kind}, {where}, {keep}>",
-        "encode": fixed if coding == FIXED else f"encode_lanes<{where}, {warps}>",
-        "decode": f"decode_blocks<{kind}, {where}, {add}, {warps}>",
-    }
+def _plan_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keeps: bool) -> str:
+    name = f"plan_segment<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(keeps).lower()}>"
+    on.load(name, TABLE_THREADS, 0)
+    return name
+
+
+@cache
+def _encode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None) -> _Kernel:
+    if coding != FIXED:
+        name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
+        return _Kernel(name, 1, on.load(name, 32, 0))
+    halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
+    stored = torch.bfloat16 if halves else dtype
+    room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
+    warps = on.warps(room)
+    keeps = str(keep is not None).lower()
+    name = f"encode_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {keeps}, {warps}>"
+    return _Kernel(name, warps, on.load(name, 32 * warps, warps * room))
+
+
+@cache
+def _decode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, adds: bool) -> _Kernel:
+    on.load("read_segment", TABLE_THREADS, 0)
+    name = f"decode_blocks<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(adds).lower()}, {WARPS}>"
+    return _Kernel(name, WARPS, on.load(name, 32 * WARPS, 0))
 
 
 class Launch:
@@ -176,26 +208,28 @@ class Launch:
     def __init__(self, parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> None:
         first = parts[0]
         device, dtype = first.values.device, first.values.dtype
-        self._launcher = launcher(device)
-        self._stream = self._launcher.stream()
+        on = self._launcher = launcher(device)
+        self._stream = on.stream()
         self._space = _workspace(device, self._stream)
         self._count = len(parts)
-        self._warps = GATHERING_WARPS if encodes and coding == FIXED else WARPS
-        keeps = job.mode == "keep" and dtype == torch.float32
-        self._kernels = _kernels(
-            dtype, coding, floor_kind(first.floor), keeps, first.addend is not None, self._warps
-        )
-        self._groups = self._segments = 0
+        floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
+        if encodes:
+            keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
+            self._tables = _plan_kernel(on, dtype, coding, floor, keep is not None)
+            self._main = _encode_kernel(on, dtype, coding, floor, keep)
+        else:
+            self._tables = "read_segment"
+            self._main = _decode_kernel(on, dtype, coding, floor, first.addend is not None)
+        warps = self._main.warps
+        self._groups = self._segments = 0  # the encoder's warps take single blocks, the decoder's groups
         packed = []
         for part in parts:
             packed.append(_pack(part, self._groups, self._segments))
             blocks = blocks_of(part.values.numel())
-            self._groups += blocks if encodes else -(-blocks // self._warps)
+            self._groups += blocks if encodes else -(-blocks // warps)
             self._segments += segments_of(part.values.numel())
-        self._main = self._kernels["encode" if encodes else "decode"]
-        wanted = -(-self._groups // self._warps) if encodes else self._groups
-        self._running = min(wanted, self._launcher.resident(self._main, 32 * self._warps))
-        self._slots = 0 if coding == FIXED else self._running * self._warps * (2 if encodes else 1)
+        self._running = min(-(-self._groups // warps) if encodes else self._groups, self._main.resident)
+        self._slots = 0 if coding == FIXED else self._running * warps
         self._arguments = self._packed(job, coding, 0, b"".join(packed))
 
     def _packed(self, job: Job, coding: int, counts: int, tensors: bytes) -> ctypes.Array[ctypes.c_char]:
@@ -216,15 +250,12 @@ class Launch:
     def count_symbols(self, counts: torch.Tensor) -> None:
         """Histograms alone, into (segments, 256) int32."""
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, counts.data_ptr())
-        self._run(self._kernels["plan"], self._segments, TABLE_THREADS)
+        self._run(self._tables, self._segments, TABLE_THREADS)
 
-    def encode(self) -> None:
-        self._run(self._kernels["plan"], self._segments, TABLE_THREADS)
-        self._run(self._main, self._running, 32 * self._warps)
-
-    def decode(self) -> None:
-        self._run("read_segment", self._segments, TABLE_THREADS)
-        self._run(self._main, self._running, 32 * self._warps)
+    def run(self) -> None:
+        """Code tables, then blocks."""
+        self._run(self._tables, self._segments, TABLE_THREADS)
+        self._run(self._main.name, self._running, 32 * self._main.warps)
 
     def finish(self) -> tuple[list[int], int]:
         """Waits for the stream; the sizes of the encoded bodies, and the status word, which is cleared."""

@@ -12,12 +12,16 @@ typedef unsigned long long u64;
 
 #define DEVICE static __device__ __forceinline__
 
+#if defined(__CUDACC_RTC__)
+extern __shared__ __align__(16) u8 dynamic_shared[];
+#endif
+
 constexpr u32 kAll = 0xffffffffu;
 constexpr int kBlock = 4096, kSegmentBlocks = 32;
 constexpr u32 kCodeStride = 260;  // words per segment in the encoder's table: 257 entries of code | length << 8
 constexpr int kExact = -256;      // the floor of values that stay exact; so low that no test needs it
 constexpr int kCoarsest = 103;    // the highest floor: up to here 2^(f+23) + x stays finite
-constexpr u32 kSlotBytes = 32768; // scratch memory: a block before its place is known (two per warp), or two lists
+constexpr u32 kSlotBytes = 32768; // scratch memory: a block before its place is known, or two lists
 
 enum { kRaw = 0, kDense = 1, kSparse = 2 };
 enum { kFixed = 0, kNear = 1, kPaper = 2 };                                 // codings

@@ -1,6 +1,9 @@
 // The encoder of coding 0: whole bytes of sign and mantissa in planes, the rest and the exponents through the lanes.
 // A block's length follows from sums of code lengths: a lane emits a refill byte for every 8 bits that are pushed. So the
 // mapped values are brought to shared memory, measured, and then written where they belong.
+// There they are of type S: that of the input, F, or BFloat16 where keep= leaves no more than the upper halves.
+
+constexpr u32 kRefillRoom = 1856;  // bytes of refill that are kept until the block's place is known
 
 struct FixedForm {
     u32 kind, words, whole, rest, pruned, single, base, fields, refill;
@@ -9,44 +12,74 @@ struct FixedForm {
 template <class F>
 DEVICE Four read_four(const typename F::Bits* values, u32 i) { return load_four<F>(values, i, true); }
 
-// Brings a block's values, mapped, to shared memory. Returns the or of all, and whether exponents differ.
-template <class F, bool KEEP>
-DEVICE void gather_fixed(const Args& a, const typename F::Bits* x, int n, typename F::Bits* values, u32* bits, bool* differ) {
-    typedef typename F::Bits Bits;
+// What a look at all values of a block gives, over all threads.
+struct Union {
+    u32 bits = 0;     // the or of all
+    u32 differs = 0;  // where bits differ from those of the first
+};
+
+template <class S>
+DEVICE void look_at(Union& u, Four four, u32 first) {
+    for (int k = 0; k < 4; k++) {
+        u.bits |= four.v[k];
+        u.differs |= four.v[k] ^ first;
+    }
+}
+
+// Brings a block's values to shared memory, mapped.
+template <class F, class S, bool KEEP>
+DEVICE Union gather_fixed(const Args& a, const typename F::Bits* x, int n, typename S::Bits* values) {
+    typedef typename S::Bits Stored;
     constexpr u32 kPerLane = 16 / F::kItem;  // values that are copied at once
-    u32 all = 0, differs = 0;
-    if (n == kBlock && (u64)x % 16 == 0) {
+    constexpr int kHalf = 8 * (F::kItem - S::kItem);
+    bool aligned = n == kBlock && (u64)x % 16 == 0;
+    Union u;
+    if (aligned && !KEEP) {
 #pragma unroll
         for (u32 i = kPerLane * lane_id(); i < (u32)kBlock; i += 32 * kPerLane) copy_async(values + i, x + i);
-    } else {
-#pragma unroll 8
-        for (u32 i = lane_id(); i < (u32)n; i += 32) values[i] = x[i];
-    }
-    wait_for_copies();
-    u32 first = map_fixed<F, KEEP>(values[0], a);
-    __syncwarp();
-    if (n == kBlock) {
+        wait_for_copies();
+        u32 first = values[0];
 #pragma unroll 4
-        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 128) {
-            Four four = read_four<F>(values, i);
-            for (int k = 0; k < 4; k++) {
-                four.v[k] = map_fixed<F, KEEP>(four.v[k], a);
-                all |= four.v[k];
-                differs |= four.v[k] ^ first;
+        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 128) look_at<S>(u, read_four<S>(values, i), first);
+    }
+    u32 top = 0;
+    if (aligned && KEEP) {
+        u32 first = map_fixed<F, KEEP>(x[0], a);
+#pragma unroll 1
+        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 8 * 128) {
+            Four four[8];
+#pragma unroll
+            for (u32 k = 0; k < 8; k++) four[k] = load_four<F>(x, i + 128 * k, true);
+#pragma unroll
+            for (u32 k = 0; k < 8; k++) {
+                for (int c = 0; c < 4; c++) four[k].v[c] = map_keep_finite(four[k].v[c], a, top);
+                look_at<S>(u, four[k], first);
+                if (kHalf)
+                    *(uint2*)(values + i + 128 * k) = make_uint2(__byte_perm(four[k].v[0], four[k].v[1], 0x7632),
+                                                                 __byte_perm(four[k].v[2], four[k].v[3], 0x7632));
+                else
+                    store_four<S>(values, i + 128 * k, four[k], true);
             }
-            if (KEEP) store_four<F>(values, i, four, true);
         }
-    } else {
+        u.bits >>= kHalf;
+        u.differs >>= kHalf;
+        top = any(top >= 0x7f800000u);
+    }
+    if (!aligned || top) {
+        u = Union();
+        u32 first = map_fixed<F, KEEP>(x[0], a) >> kHalf;
+#pragma unroll 8
         for (u32 i = lane_id(); i < (u32)n; i += 32) {
-            u32 q = map_fixed<F, KEEP>(values[i], a);
-            all |= q;
-            differs |= q ^ first;
-            values[i] = (Bits)q;
+            u32 q = map_fixed<F, KEEP>(x[i], a) >> kHalf;
+            u.bits |= q;
+            u.differs |= q ^ first;
+            values[i] = (Stored)q;
         }
     }
     __syncwarp();
-    *bits = or_of(all);
-    *differ = any(exponent_of<F>(differs) != 0);
+    u.bits = or_of(u.bits);
+    u.differs = any(exponent_of<S>(u.differs) != 0);
+    return u;
 }
 
 // The rounded mean exponent of rows 0, 16, 32, ...
@@ -65,10 +98,11 @@ DEVICE u32 base_of(const typename F::Bits* values, int n) {
 }
 
 template <class F>
-DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, u32 bits, bool differ, const u32* codes, u32* table) {
-    FixedForm form = {kSparse, 0, 0, 0, 0, !differ, 0, 0, 0};
+DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, Union u, u32 raw, const u32* codes, u32* table) {
+    FixedForm form = {kSparse, 0, 0, 0, 0, !u.differs, 0, 0, 0};
+    u32 bits = u.bits;
     if (bits == 0) return form;
-    form.base = differ ? base_of<F>(values, n) : uniform(exponent_of<F>(values[0]));
+    form.base = u.differs ? base_of<F>(values, n) : uniform(exponent_of<F>(values[0]));
     make_block_table(codes, form.base, table);
     // Each thread has four neighbours out of 128, so that its columns are the same 4 lanes all along.
     u32 cost[4] = {0, 0, 0, 0};
@@ -104,7 +138,7 @@ DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, u32 bits, 
         refill += lane_id() < 8 ? pushed / 8 : 0;
     }
     form.refill = sum(refill);
-    u32 dense = (68 + form.whole * form.fields + form.refill + 3) / 4, raw = (u32)(n * F::kItem + 3) / 4;
+    u32 dense = (68 + form.whole * form.fields + form.refill + 3) / 4;
     form.kind = dense < raw ? kDense : kRaw;
     form.words = dense < raw ? dense : raw;
     return form;
@@ -186,6 +220,7 @@ DEVICE void push_fixed_row(Lanes& lanes, u32 v, u32 entry, bool here, bool escap
 // All rows, the last one first. Returns whether there were escapes.
 template <class F, bool REST>
 DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const u32* table, int n, const FixedForm& form) {
+    bool spills = form.refill > kRefillRoom;
     u32 down = (u32)F::kField - 8 * form.whole - form.rest, lane = lane_id();
     u32 escapes = 0;
     int grouped = n & ~127;
@@ -196,7 +231,7 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         bool now = any(entry & kEscapes);
         escapes |= now;
         push_fixed_row<F, REST>(lanes, v, entry, here, now, down, form);
-        lanes.write_half();
+        if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
     }
 #pragma unroll 1
     for (int row = grouped - 128; row >= 0; row -= 128) {
@@ -209,58 +244,62 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         escapes |= now;
 #pragma unroll
         for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, now, down, form);
-        lanes.write_half();
+        if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
     }
-    lanes.write_rest();
+    if (spills) lanes.write_rest();
     return escapes != 0;
 }
 
-constexpr u32 kRefillRoom = 2048;  // bytes of refill that are kept until the block's place is known
-
-// Codes a dense block before its place is known, if its refill bytes fit; else once it is known.
-template <class F>
-DEVICE void write_fixed(const Args& a, const Turn& turn, const typename F::Bits* values, const FixedForm& form, u32* table,
-                        u8* ring, u8* kept) {
+// Codes a dense block before its place is known, if its refill bytes fit into the room; else once it is known.
+template <class F, class S>
+DEVICE void write_fixed(const Args& a, const Turn& turn, const typename S::Bits* values, const FixedForm& form, u32* table,
+                        u8* room) {
     typedef typename F::Bits Bits;
     int n = turn.n;
-    if (form.kind == kDense && form.single) clear_block_table(table);
     bool early = form.kind == kDense && form.refill <= kRefillRoom;
     u8* block = nullptr;
     if (!early) block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
     if (form.kind == kRaw) {
-        for (int i = (int)lane_id(); i < n; i += 32) ((Bits*)block)[i] = values[i];
+        constexpr int kHalf = 8 * (F::kItem - S::kItem);
+        for (int i = (int)lane_id(); i < n; i += 32) ((Bits*)block)[i] = (Bits)((u32)values[i] << kHalf);
         if (F::kItem == 2 && n % 2 && lane_id() == 0) ((Bits*)block)[n] = 0;
-        return;
     }
     if (form.kind != kDense) return;
+    if (form.single) clear_block_table(table);
     u32 refill_at = 68 + form.whole * form.fields;
-    Lanes lanes(ring, early ? kept : block + refill_at);
-    bool escapes = form.rest ? push_fixed_rows<F, true>(lanes, values, table, n, form)
-                             : push_fixed_rows<F, false>(lanes, values, table, n, form);
+    Lanes lanes(room, block + refill_at);
+    bool escapes = form.rest ? push_fixed_rows<S, true>(lanes, values, table, n, form)
+                             : push_fixed_rows<S, false>(lanes, values, table, n, form);
     if (early) {
         block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
-        copy_bytes(block + refill_at, kept, form.refill);
+        lanes.refill = block + refill_at;
+        lanes.write_rest();
     }
-    write_all_planes<F>(values, block + 68, n, form);
+    write_all_planes<S>(values, block + 68, n, form);
     finish_dense(block, {form.whole, form.rest, form.pruned, escapes, form.single, form.base, form.fields}, lanes);
 }
 
-template <class F, bool KEEP, int WARPS>
+// Shared memory of a warp; launch.py reserves as much.
+template <class S>
+struct FixedRoom {
+    typename S::Bits values[kBlock];
+    u32 table[256];
+    u8 refill[kRefillRoom];
+};
+
+template <class F, class S, bool KEEP, int WARPS>
 DEVICE void encode_fixed(const Args& a) {
-    typedef typename F::Bits Bits;
-    __shared__ __align__(kRing) u8 rings[WARPS][kRing];
-    __shared__ __align__(16) Bits gathered[WARPS][kBlock];
-    __shared__ __align__(4) u8 kept[WARPS][kRefillRoom];
-    __shared__ u32 tables[WARPS][256];
-    u32 warp = warp_id();
-    for (Turn turn; next_turn(a, turn);) {
-        u32 bits;
-        bool differ;
-        const Bits* x = pointer<const Bits>(turn.tensor->values) + turn.start;
-        gather_fixed<F, KEEP>(a, x, turn.n, gathered[warp], &bits, &differ);
-        FixedForm form = measure_fixed<F>(gathered[warp], turn.n, bits, differ, turn.codes, tables[warp]);
+    FixedRoom<S>& room = ((FixedRoom<S>*)dynamic_shared)[warp_id()];
+    for (;;) {
+        u32 ticket = next_ticket(a);
+        if (ticket >= (u32)a.groups) return;
+        Turn turn = turn_of(a, ticket);
+        const typename F::Bits* x = pointer<const typename F::Bits>(turn.tensor->values) + turn.start;
+        Union u = gather_fixed<F, S, KEEP>(a, x, turn.n, room.values);
+        u32 raw = (u32)(turn.n * F::kItem + 3) / 4;
+        FixedForm form = measure_fixed<S>(room.values, turn.n, u, raw, turn.codes, room.table);
         announce(a, turn, form.words);
-        write_fixed<F>(a, turn, gathered[warp], form, tables[warp], rings[warp], kept[warp]);
+        write_fixed<F, S>(a, turn, room.values, form, room.table, room.refill);
         __syncwarp();
     }
 }

@@ -1,6 +1,8 @@
 // The encoder of codings 1 and 2, near and paper: all kept bits go through the lanes, in one pass over the values. Blocks
 // are written to a slot of scratch memory, and copied to where they belong once the lengths of those before are known.
 
+constexpr u32 kLaneRoom = 1024;  // bytes of refill that wait in shared memory
+
 // What decides a block's form. Sums are per lane until `add_up`.
 struct LaneCounts {
     u32 part_bits = 0;  // of all lane parts
@@ -166,7 +168,7 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         seen |= entry & kEscapes;
         q.bits = quiet(q.bits);
         push_lane_row<CODING>(lanes, q, entry, now, any(q.width > 8));
-        lanes.write_half();
+        lanes.write_beyond(kLaneRoom - 384);
     }
     Source<Float32, FLOOR> ahead = s;  // its pointers move on
     ahead.move((long long)grouped - 128 + lane);
@@ -198,7 +200,7 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         bool chunked = any(widest > 8);
         for (int k = 3; k >= 0; k--) {
             push_lane_row<CODING>(lanes, q[k], entry[k], escaped, chunked);
-            if (k % 2 == 0) lanes.write_half();  // a row emits up to 6 bytes per lane
+            if (k % 2 == 0) lanes.write_beyond(kLaneRoom - 384);  // a row emits up to 6 bytes per lane
         }
     }
     lanes.write_rest();
@@ -213,7 +215,7 @@ struct LaneForm {
 
 // Codes a block into its slot: head and states, then the refill stream. Raw blocks are left out.
 template <int CODING, int FLOOR>
-DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n, const u32* codes, u32* table, u8* ring,
+DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n, const u32* codes, u32* table, u8* room,
                            u8* slot) {
     u32 e[8], nonzero;
     u32 base = sample_block<Float32, CODING, FLOOR, false>(a, s, n, e, &nonzero);
@@ -232,7 +234,7 @@ DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n
     u32 escapes = 0, fields = 0;
     bool single = false;
     for (;;) {
-        Lanes lanes(ring, slot + 68);
+        Lanes lanes(room, slot + 68);
         c = push_lane_rows<CODING>(s, n, table, same, lanes, &escapes);
         if (single) c.fields = fields;  // the table that counts zeros has been cleared
         if (c.fields == 0) return {kSparse, 0};
@@ -253,10 +255,9 @@ DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n
 
 // Brings a coded block to where it belongs.
 template <int CODING, int FLOOR>
-DEVICE void deliver(const Args& a, const Turn& turn, LaneForm form, const u8* slot) {
+DEVICE void deliver(const Args& a, const Turn& turn, const Source<Float32, FLOOR>& source, LaneForm form, const u8* slot) {
     u32* to = (u32*)settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
     if (form.kind == kRaw) {
-        Source<Float32, FLOOR> source(a, *turn.tensor, turn.start);
         for (u32 i = lane_id(); i < (u32)turn.n; i += 32) to[i] = quiet(map_row<CODING>(source, load_row(source, i)).bits);
     } else {
 #pragma unroll 8
@@ -265,28 +266,22 @@ DEVICE void deliver(const Args& a, const Turn& turn, LaneForm form, const u8* sl
     __syncwarp();
 }
 
-template <int CODING, int FLOOR, int WARPS>
+// A group is one warp. Its barrier tells the compiler that no lane has gone astray, and costs next to nothing.
+template <int CODING, int FLOOR>
 DEVICE void encode_lanes(const Args& a) {
-    __shared__ __align__(kRing) u8 rings[WARPS][kRing];
-    __shared__ u32 tables[WARPS][256];
-    u32 warp = warp_id();
-    u8* slot = pointer<u8>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * 2 * kSlotBytes;
-    // While a block waits for its place, the next one is coded.
-    Turn turn, waiting;
-    LaneForm waiting_form = {0, 0};
-    bool waits = false;
-    u32 side = 0;
-    while (next_turn(a, turn)) {
+    __shared__ __align__(16) u8 room[kLaneRoom];
+    __shared__ u32 table[256];
+    u8* slot = pointer<u8>(a.slots) + (u64)blockIdx.x * kSlotBytes;
+    for (;;) {
+        __syncthreads();
+        u32 ticket = next_ticket(a);
+        if (ticket >= (u32)a.groups) return;
+        Turn turn = turn_of(a, ticket);
         Source<Float32, FLOOR> source(a, *turn.tensor, turn.start);
-        LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, tables[warp], rings[warp], slot + side * kSlotBytes);
+        LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, table, room, slot);
         __threadfence_block();
         __syncwarp();
         announce(a, turn, form.words);
-        if (waits) deliver<CODING, FLOOR>(a, waiting, waiting_form, slot + (side ^ 1) * kSlotBytes);
-        waiting = turn;
-        waiting_form = form;
-        waits = true;
-        side ^= 1;
+        deliver<CODING>(a, turn, source, form, slot);
     }
-    if (waits) deliver<CODING, FLOOR>(a, waiting, waiting_form, slot + (side ^ 1) * kSlotBytes);
 }

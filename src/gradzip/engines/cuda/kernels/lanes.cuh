@@ -27,17 +27,33 @@ DEVICE void clear_block_table(u32* table) {
     __syncwarp();
 }
 
-// Bytes of shared memory, aligned to as many (more is not possible), where refill bytes wait to be written.
-constexpr u32 kRing = 1024;
+// From shared memory, aligned to words.
+DEVICE void copy_bytes(u8* to, const u8* from, u32 count) {
+    __syncwarp();
+    u32 words = (u64)to % 4 == 0 ? count / 4 : 0;
+#pragma unroll 2
+    for (u32 i = lane_id(); i < words; i += 32) ((u32*)to)[i] = ((const u32*)from)[i];
+#pragma unroll 1
+    for (u32 i = 4 * words + lane_id(); i < count; i += 32) to[i] = from[i];
+    __syncwarp();
+}
 
 struct Lanes {
-    u32 state = 256;          // of this thread's lane
-    u32 at = 0, written = 0;  // refill bytes so far, and how many have left the ring
-    u8* ring;
-    u8* refill;
+    u32 state = 256;  // of this thread's lane
+    u8* room;         // shared memory, aligned to words, where refill bytes wait to be written
+    u8* refill;       // where they belong
+    u32 base, at;     // where the room begins and where the next byte goes, as addresses of shared memory
+    u32 written = 0;  // bytes that have left the room
     u32 lower = lower_lanes();
 
-    __device__ __forceinline__ Lanes(u8* room, u8* to) : ring(room), refill(to) { __syncwarp(); }
+    __device__ __forceinline__ Lanes(u8* shared, u8* to) : room(shared), refill(to) {
+#if defined(__CUDA_ARCH__)
+        base = at = (u32)__cvta_generic_to_shared(room);
+#else
+        base = at = 0;
+#endif
+        __syncwarp();
+    }
 
     // `bits` has at most `count` mod 32 <= 8 bits.
     __device__ __forceinline__ void push(u32 bits, u32 count) {
@@ -48,11 +64,9 @@ struct Lanes {
             "shf.l.wrap.b32 grown, 0, %0, %3;\n"
             "setp.gt.u32 full, grown, 65535;\n"
             "vote.sync.ballot.b32 votes, full, 0xffffffff;\n"
-            "and.b32 place, votes, %5;\n"
+            "and.b32 place, votes, %4;\n"
             "popc.b32 place, place;\n"
             "add.u32 place, place, %1;\n"
-            "and.b32 place, place, 1023;\n"
-            "or.b32 place, place, %4;\n"
             "@full st.shared.u8 [place], %0;\n"
             "@full shr.u32 grown, %0, 8;\n"
             "@full shf.l.wrap.b32 grown, 0, grown, %3;\n"
@@ -60,13 +74,13 @@ struct Lanes {
             "popc.b32 votes, votes;\n"
             "add.u32 %1, %1, votes; }"
             : "+r"(state), "+r"(at)
-            : "r"(bits), "r"(count), "r"((u32)__cvta_generic_to_shared(ring)), "r"(lower));
+            : "r"(bits), "r"(count), "r"(lower));
 #else
         count &= 31;
         bool full = (state << count) >= 65536u;
         u32 votes = __ballot_sync(kAll, full);
         if (full) {
-            ring[(at + (u32)__popc(votes & lower)) % kRing] = (u8)state;
+            room[at + (u32)__popc(votes & lower)] = (u8)state;
             state >>= 8;
         }
         at += (u32)__popc(votes);
@@ -91,37 +105,26 @@ struct Lanes {
         push(bits & 255, (u32)min_int(width, 8));
     }
 
-    // Called whenever half a ring may have been emitted.
-    __device__ __forceinline__ void write_half() {
-        if (at - written >= kRing / 2) write(kRing / 2);
-    }
-    // Writes out the next `count` bytes. `refill` is aligned to words, unless `count` is the rest.
-    __device__ __forceinline__ void write(u32 count) {
-        __syncwarp();
-        if ((u64)refill % 4 == 0 && count % 4 == 0) {
-            u32 words = count / 4;
-#pragma unroll 2
-            for (u32 i = lane_id(); i < words; i += 32)
-                ((u32*)(refill + written))[i] = ((const u32*)ring)[(written / 4 + i) % (kRing / 4)];
-        } else {
-#pragma unroll 1
-            for (u32 i = lane_id(); i < count; i += 32) refill[written + i] = ring[(written + i) % kRing];
-        }
-        written += count;
-        __syncwarp();
-    }
-    __device__ __forceinline__ void write_rest() { write(at - written); }
-};
+    __device__ __forceinline__ u32 emitted() const { return written + (at - base); }
 
-// From shared memory, aligned to words.
-DEVICE void copy_bytes(u8* to, const u8* from, u32 count) {
-    __syncwarp();
-    u32 words = (u64)to % 4 == 0 ? count / 4 : 0;
-#pragma unroll 4
-    for (u32 i = lane_id(); i < words; i += 32) ((u32*)to)[i] = ((const u32*)from)[i];
-#pragma unroll 1
-    for (u32 i = 4 * words + lane_id(); i < count; i += 32) to[i] = from[i];
-}
+    // Writes out what is in the room if that is more than `limit` bytes; up to 3 bytes stay, so that words stay words.
+    __device__ __forceinline__ void write_beyond(u32 limit) {
+        if (at - base <= limit) return;
+        u32 count = (at - base) & ~3u, left = (at - base) & 3;
+        copy_bytes(refill + written, room, count);
+        u8 byte = lane_id() < left ? room[count + lane_id()] : 0;
+        __syncwarp();
+        if (lane_id() < left) room[lane_id()] = byte;
+        __syncwarp();
+        written += count;
+        at = base + left;
+    }
+    __device__ __forceinline__ void write_rest() {
+        copy_bytes(refill + written, room, at - base);
+        written += at - base;
+        at = base;
+    }
+};
 
 struct DenseHead {
     u32 whole, rest, pruned, escapes, single, base, fields;
@@ -129,13 +132,13 @@ struct DenseHead {
 
 // Everything of a dense block but planes and refill. Returns its length in words.
 DEVICE u32 finish_dense(u8* block, const DenseHead& h, const Lanes& lanes) {
-    u32 bytes = 68 + h.whole * h.fields + lanes.at, padding = (0u - bytes) & 3;
+    u32 bytes = 68 + h.whole * h.fields + lanes.emitted(), padding = (0u - bytes) & 3;
     if (lane_id() == 0)
         *(u32*)block = h.whole | h.rest << 2 | h.pruned << 5 | h.escapes << 6 | h.single << 7 | h.base << 8 |
                        h.fields << 16 | padding << 30;
     ((u16*)(block + 4))[lane_id()] = (u16)lanes.state;
     if (lane_id() < padding) block[bytes + lane_id()] = 0;
-    return (bytes + 3) / 4;
+    return uniform((bytes + 3) / 4);
 }
 
 // --- Where blocks go -----------------------------------------------------------------------------------------------
@@ -153,18 +156,19 @@ struct Turn {
     const u32* codes;
 };
 
-// The next block to code; false: there is none.
-DEVICE bool next_turn(const Args& a, Turn& turn) {
+// The next block to code, from `a.groups` on there is none.
+DEVICE u32 next_ticket(const Args& a) {
     u32 ticket = 0;
     if (lane_id() == 0) ticket = atomicAdd(pointer<u32>(a.ticket), 1u);
-    ticket = uniform(ticket);
-    if (ticket >= (u32)a.groups) return false;
+    return uniform(ticket);
+}
+
+DEVICE Turn turn_of(const Args& a, u32 ticket) {
     int number = tensor_of_group(a, ticket);
     const Tensor& t = a.tensor[number];
     u64 block = ticket - t.first_group, start = block * kBlock;
-    turn = {&t, number, ticket, block, start, (int)(t.numel - start < kBlock ? t.numel - start : kBlock),
+    return {&t, number, ticket, block, start, (int)(t.numel - start < kBlock ? t.numel - start : kBlock),
             pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride};
-    return true;
 }
 
 DEVICE void announce(const Args& a, const Turn& turn, u32 words) {

@@ -86,6 +86,14 @@ DEVICE u32 map_keep(u32 v, const Args& a) {
     return magnitude < 0x800000u ? 0 : r | (v & 0x80000000u);
 }
 
+// The same for values that stay far from infinity; `top` grows to the largest result, which tells whether they did.
+DEVICE u32 map_keep_finite(u32 v, const Args& a, u32& top) {
+    u32 magnitude = v & 0x7fffffffu;
+    u32 r = (magnitude + (u32)a.up + ((magnitude >> a.cut) & (u32)a.odd)) & (u32)a.mask;
+    top = r > top ? r : top;
+    return magnitude < 0x800000u ? 0 : r | (v & 0x80000000u);
+}
+
 template <class F, bool KEEP>
 DEVICE u32 map_fixed(u32 v, const Args& a) { return KEEP ? map_keep(v, a) : v; }
 
