@@ -93,6 +93,16 @@ def test_alltoall_by_hand() -> None:
     assert coding == pytest.approx(expected, rel=1e-3)
 
 
+def test_every_tensor_is_a_call() -> None:
+    net, cost = network(), network().profile.codecs["cast"]
+    (first, *_) = Pricing(net).coded(Route.parse("allgather"), cost)
+    one, many = (float(first.seconds @ features(MB, MB / 2, cost, net, tensors)) for tensors in (1, 100))
+    assert many - one == pytest.approx(99 * 1e-5, rel=1e-3)
+    at_once = replace(cost, batched=True)
+    (first, *_) = Pricing(net).coded(Route.parse("allgather"), at_once)
+    assert float(first.seconds @ features(MB, MB / 2, at_once, net, 100)) == pytest.approx(one, rel=1e-6)
+
+
 def test_allgather_grows_with_the_number_of_ranks() -> None:
     few, many = (seconds(network(n), "allgather", "topk", MB) for n in (4, 16))
     assert many["dec.cpu"] > 3.9 * few["dec.cpu"]

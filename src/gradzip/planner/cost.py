@@ -19,9 +19,10 @@ from .timeline import CPU, D2H, GPU, H2D
 
 Amount = npt.NDArray[np.float64]  # a factor for each feature
 
-# 1; raw bytes; payload bytes of one rank's gradient, and of the sum over a host, over all hosts and over all ranks.
-# Payloads of sums are larger only for codecs that forward the union of what ranks chose.
-FEATURES = ("one", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
+# 1; tensors, each of which is coded by a call of its own; raw bytes; payload bytes of one rank's gradient, and of the
+# sum over a host, over all hosts and over all ranks. Payloads of sums are larger only for codecs that forward the union
+# of what ranks chose.
+FEATURES = ("one", "tensors", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
 HEADER_BYTES = 32.0  # of a frame
 
 
@@ -114,7 +115,7 @@ class _Walk:
         """The bytes that a rank holds."""
         if not self.coded:
             return amount(raw=self.share)
-        bytes_held = amount(one=HEADER_BYTES * self.frames * self.contributions)
+        bytes_held = amount(tensors=HEADER_BYTES * self.frames * self.contributions)
         return bytes_held + amount(**{self.payload: self.share * self.contributions})
 
     def add(self, label: str, resources: int, seconds: Amount, source: str) -> None:
@@ -137,7 +138,8 @@ class _Walk:
         calls = 1.0 if self.codec.batched else self.frames * (self.contributions if kind == "dec" else 1.0)
         raw = share * (self.contributions if kind == "dec" else 1.0)
         if not self.pricing.free:
-            seconds = amount(one=curve.line.latency_s * calls, raw=curve.line.s_per_byte * raw)
+            each = {"one" if self.codec.batched else "tensors": curve.line.latency_s * calls}
+            seconds = amount(raw=curve.line.s_per_byte * raw, **each)
             source = f"{kind} {self.codec.codec}@{device}"
             self.add(f"{kind}.{device}", GPU if device == "gpu" else CPU, seconds, source)
         if kind == "enc":
@@ -199,11 +201,11 @@ def _line(curve: Curve | None) -> Line:
     return Line(0.0, 0.0) if curve is None else curve.line
 
 
-def features(raw: float, payload: float, codec: CodecCost | None, network: Network) -> Amount:
-    """The features of a unit of so many bytes that become so many when coded."""
+def features(raw: float, payload: float, codec: CodecCost | None, network: Network, tensors: float = 1.0) -> Amount:
+    """The features of so many tensors with so many bytes that become so many when coded."""
     topology = network.topology
     grows = codec is not None and codec.grows
     sizes = [payload] + [
         min(raw, payload * topology.size(group)) if grows else payload for group in ("intra", "inter", "flat")
     ]
-    return np.array([1.0, raw, *sizes])
+    return np.array([1.0, tensors, raw, *sizes])

@@ -23,7 +23,7 @@ from .units import Unit
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk of a unit: its raw and coded bytes, then what of those it carries if the unit goes in one piece."""
+    """A chunk of a unit: raw bytes, coded ones and tensors; then the same of what it carries if nothing is cut."""
 
     unit: int
     backward_s: float
@@ -98,8 +98,8 @@ class Problem:
         chunk_bytes = PART * self.network.topology.world * 4 if profile.transport == "host" else math.inf
         for number, unit in enumerate(self.units):
             count = max(1, round(unit.raw_bytes / chunk_bytes))
-            whole = (float(unit.raw_bytes), *(unit.payload_bytes(c) if c else 0.0 for c in codecs))
-            chunk = tuple(size / count for size in whole)
+            whole = (float(unit.raw_bytes), *(unit.payload_bytes(c) if c else 0.0 for c in codecs), len(unit.tensors))
+            chunk = (*(size / count for size in whole[:-1]), max(1.0, len(unit.tensors) / count))
             # What backward does after the last gradient is computed with the last unit.
             ready = max(unit.ready_s, profile.backward_s) if number + 1 == len(self.units) else unit.ready_s
             if ready < clock:
@@ -112,8 +112,10 @@ class Problem:
     def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None, cut: bool) -> Amount:
         """Features of a chunk for choices that go by chunks; of the whole unit, once, for those that do not."""
         half = len(size) // 2
-        raw, payload = (size[0], size[column]) if cut else (size[half], size[half + column])
-        return features(raw, payload, codec, self.network) if raw else np.zeros(len(FEATURES))
+        raw, *payloads, tensors = size[:half] if cut else size[half:]
+        if not raw:
+            return np.zeros(len(FEATURES))
+        return features(raw, payloads[column - 1], codec, self.network, tensors)
 
     @property
     def outside_s(self) -> float:

@@ -54,6 +54,7 @@ def search(problem: Problem, *, improving: bool = True, exact: bool = False) -> 
         if len(problem.units) > FEW and not exact:
             starts = [min(starts, key=lambda start: start[1])]
         plan, found = min((improve(problem, *start, exact=exact) for start in starts), key=lambda end: end[1])
+        plan, found = offload_exactly(problem, plan, found)
         if len(problem.units) <= FEW:
             plan, found = improve_pairs(problem, plan, found)
     return Found(plan, found, paper, paper_s, time.perf_counter() - start)
@@ -119,13 +120,26 @@ def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
     return set(np.flatnonzero(plain & (through <= reached[gaps[-1]])).tolist())
 
 
+def movable(problem: Problem, plan: Plan) -> list[tuple[int, int]]:
+    """Units that may code on the CPU instead, in the order of readiness, with their choice there."""
+    others = [problem.offloaded[n] if n < problem.primary else None for n in plan.tolist()]
+    return [(unit, other) for unit, other in enumerate(others) if other is not None]
+
+
+def offload_exactly(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
+    """Every set of units on the CPU, where these are few: counts are not always enough (experiments/search)."""
+    moves = movable(problem, plan)
+    if not moves or 2 ** len(moves) > MOST_OFFLOADS:
+        return plan, found
+    plan, found, _ = problem.evaluator.offload(plan, [[move] for move in moves], found)
+    return plan, found
+
+
 def algorithm_2(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
     """Coding on the CPU for the first q of each group of equal units with equal choices, over all q."""
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for unit, number in enumerate(plan.tolist()):  # in order of readiness: farthest from the output first
-        other = problem.offloaded[number] if number < problem.primary else None
-        if other is not None:
-            groups.setdefault((problem.units[unit].raw_bytes, number), []).append((unit, other))
+    for unit, other in movable(problem, plan):  # farthest from the output first
+        groups.setdefault((problem.units[unit].raw_bytes, int(plan[unit])), []).append((unit, other))
     if not groups:
         return plan, found
     members = sorted(groups.values(), key=len)

@@ -105,11 +105,21 @@ def _curves(codec: Codec, name: str, flat: torch.Tensor, floor: Any) -> tuple[Cu
         out = torch.zeros_like(part)
         codec.decode(frame, ctx, out)
         bytes_coded = count * flat.element_size()
-        encode.append((float(bytes_coded), _time(lambda: codec.encode(part, ctx, room), flat.device)))  # noqa: B023
+        encode.append((float(bytes_coded), _time(lambda: _encode(codec, part, ctx, room), flat.device)))  # noqa: B023
         decode.append((float(bytes_coded), _time(lambda: codec.decode(frame, ctx, out, True), flat.device)))  # noqa: B023
         if count == flat.numel():
             break
     return Curve(tuple(encode)), Curve(tuple(decode))
+
+
+def _encode(codec: Codec, values: torch.Tensor, ctx: Context, room: torch.Tensor) -> None:
+    """As the runtime does it: with error feedback what was lost before is added, and what is lost now is kept."""
+    if codec.error_memory is None:
+        codec.encode(values, ctx, room)
+        return
+    compensated = values + values
+    frame = codec.encode(compensated, ctx, room)
+    compensated.clone().sub_(codec.decode(frame, ctx))
 
 
 def _low_rank(codec: Codec, gradients: Sequence[Gradient]) -> CodecCost:

@@ -64,16 +64,18 @@ def _measure(bench: _Bench, nominal_bits_per_s: float | None) -> dict[str, Any]:
     links = {}
     for name in groups:
         share = ranks if name == "inter" else 1
-        rates = [
-            share * BITS * wire_factor(c.kind, c.peers, "host") / c.curve.line.s_per_byte
-            for c in collectives
-            if c.group == name and c.curve.line.s_per_byte > 0
-        ]
+        rates = [_rate(c, share) for c in collectives if c.group == name]
         nominal = nominal_bits_per_s if name == "inter" else None
         links[name] = Link(min(max(rates), nominal or max(rates)), nominal)
     if not topology.single:
         collectives += [_collective(bench, kind, "flat", "flat") for kind in KINDS]
     return {"collectives": tuple(collectives), "links": links}
+
+
+def _rate(measured: Collective, share: int) -> float:
+    """Bits per second that a host's link carried with the largest messages; latency is little then."""
+    size, seconds = measured.curve.points[-1]
+    return share * BITS * wire_factor(measured.kind, measured.peers, "host") * size / seconds
 
 
 def _collective(bench: _Bench, kind: str, name: str, where: str) -> Collective:
