@@ -49,6 +49,15 @@ def test_all_that_momentum_would_apply_arrives_in_the_end() -> None:
     assert bool((total.abs() <= g.abs() * 2.001).all())
 
 
+def test_where_all_is_sent_it_is_plain_momentum() -> None:
+    rng = generator(2)
+    codec, state, m = DGC(ratio=1.0, momentum=0.9), dict[str, torch.Tensor](), torch.zeros(100)
+    for step in range(5):
+        g = torch.randn(100, generator=rng)
+        m = 0.9 * m + g
+        assert torch.equal(codec.decode(codec.encode(g, Context("w", step, state=state))), m)
+
+
 def test_the_warm_up_sends_more_at_first() -> None:
     codec = DGC(ratio=0.001, warmup=40)
     assert [codec.ratio_at(s) for s in (0, 9, 10, 20, 30, 39, 40)] == [

@@ -34,6 +34,8 @@ def test_vectors_and_tiny_tensors_are_plain() -> None:
     assert policy.option("w", (TINY - 1, 1)) == PLAIN
     assert policy.option("w", (TINY, 1)) == Option("topk")
     assert Rules({"*": "topk"}, small=True).option("bias", (3,)) == Option("topk")
+    momentum = Rules({"*": "dgc:ratio=0.01,momentum=0.8"})  # they need it too
+    assert momentum.option("bias", (3,)) == Option("dgc:ratio=1.0,momentum=0.8")
 
 
 def test_as_policy() -> None:

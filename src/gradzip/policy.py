@@ -91,21 +91,23 @@ class Fixed:
 class Rules:
     """Options by parameter name: the first pattern that matches decides (`*`, `?` and `[abc]` as in file names).
 
-    Vectors and tiny tensors travel uncompressed, unless `small=True` puts them under the rules too. A parameter
-    that no pattern matches is uncompressed.
+    Vectors and tiny tensors travel uncompressed (`Codec.small_form`), unless `small=True` puts them under the rules
+    too. A parameter that no pattern matches is uncompressed.
     """
 
     rules: Mapping[str, Option] = field(default_factory=dict)
     small: bool = False
+    _small_forms: Mapping[str, Option] = field(default_factory=dict, repr=False, compare=False)
 
     def __init__(self, rules: Mapping[str, str | Codec | Option], small: bool = False) -> None:
         object.__setattr__(self, "rules", {pattern: checked(option) for pattern, option in rules.items()})
         object.__setattr__(self, "small", small)
+        forms = {pattern: Option(parse(option.codec).small_form) for pattern, option in self.rules.items()}
+        object.__setattr__(self, "_small_forms", forms)
 
     def option(self, name: str, shape: Sequence[int]) -> Option:
-        if not self.small and small(shape):
-            return PLAIN
-        return next((option for pattern, option in self.rules.items() if fnmatchcase(name, pattern)), PLAIN)
+        rules = self._small_forms if not self.small and small(shape) else self.rules
+        return next((option for pattern, option in rules.items() if fnmatchcase(name, pattern)), PLAIN)
 
 
 def as_policy(policy: str | Codec | Option | Policy) -> Policy:

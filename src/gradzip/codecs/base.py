@@ -75,6 +75,11 @@ class Codec:
         """Where what an encode lost waits for the next step: fp32, bf16 or cpu; None: it is forgotten."""
         return "fp32" if self.biased else None
 
+    @property
+    def small_form(self) -> str:
+        """What tensors too small for compression go by beside this codec, as text."""
+        return "identity"
+
     # -- what a codec implements --------------------------------------------------------------------------------
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:

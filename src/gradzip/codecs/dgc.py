@@ -7,6 +7,9 @@ before values are chosen, and the optimizer must have none:
     u = momentum * u + gradient      what plain momentum would apply
     v = v + u                        what is due
     send the largest of v; where a value is sent, u = v = 0
+
+Where all values are sent, nothing is late: u stays, and this is plain momentum. Tensors too small for compression are
+sent like that, because nobody else gives them theirs.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ class DGC(SparseFrame):
         if self.warmup < 0:
             raise Unsupported(f"dgc:warmup={self.warmup}: a number of steps")
 
+    @property
+    def small_form(self) -> str:
+        return str(DGC(1.0, self.momentum, self.clip))
+
     def ratio_at(self, step: int) -> float:
         """The part of the values that is sent in a step."""
         if step >= self.warmup:
@@ -73,6 +80,6 @@ class DGC(SparseFrame):
         due = v[index] * ctx.scale
         most = torch.finfo(x.dtype).max
         values = torch.where(due.isfinite(), due.clamp(-most, most), due).to(x.dtype)
-        ctx.state["own_u"] = u.index_fill(0, index, 0)
+        ctx.state["own_u"] = u.index_fill(0, index, 0) if index.numel() < x.numel() else u
         ctx.state["own_v"] = v.index_copy(0, index, v[index] - wide(values) / ctx.scale)
         return self._write(index, values, x.numel(), body)
