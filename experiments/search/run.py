@@ -132,13 +132,47 @@ def summary(rows: list[dict[str, Any]], key: str) -> str:
     return f"{key}: equal in {equal} of {len(rows)}, largest distance {largest:.2f} %, mean {mean:.3f} %"
 
 
+def read(name: str) -> list[dict[str, Any]]:
+    rows = list(csv.DictReader((HERE / name).read_text().splitlines()))
+    return [{key: float(text) if key.endswith("_s") else text for key, text in row.items()} for row in rows]
+
+
+def filled(text: str) -> str:
+    """README.md with its tables made anew."""
+    brute, offload = read("brute.csv"), read("offload.csv")
+    lines = ["| | equal to brute force | largest distance | mean |", "|---|---|---|---|"]
+    for name, rows, key in (
+        ("the paper's two algorithms", brute, "paper_s"),
+        ("the whole search", brute, "search_s"),
+        ("the whole search, six options simulated", brute, "screened_s"),
+        ("Algorithm 2 alone, over devices", offload, "algorithm_2_s"),
+        ("every set of units, over devices", offload, "exact_s"),
+    ):
+        distance = np.array([row[key] / row["best_s"] - 1 for row in rows])
+        equal = f"{int((distance <= 1e-9).sum())} of {len(rows)}"
+        lines.append(f"| {name} | {equal} | {100 * distance.max():.1f} % | {100 * distance.mean():.3f} % |")
+    lines += ["", "| model | tensors | Gbit/s | tables ms | algorithms 1 + 2 ms | whole search ms | published ms |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in read("speed.csv"):
+        if row["unit"] == "tensor":
+            both = float(row["algorithm_1_ms"]) + float(row["algorithm_2_ms"])
+            cells = [row["model"], row["units"], row["gbit"], row["tables_ms"], f"{both:.1f}", row["whole_search_ms"]]
+            lines.append(f"| {' | '.join(cells)} | {row['published_ms'] or '–'} |")
+    before, _, rest = text.partition("<!-- tables -->\n")
+    after = rest.partition("\n<!-- end -->")[2]
+    return f"{before}<!-- tables -->\n" + "\n".join(lines) + f"\n<!-- end -->{after}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("brute", "speed"))
+    parser.add_argument("what", choices=("brute", "speed", "tables"))
     parser.add_argument("--cases", type=int, default=CASES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.what == "brute":
+    readme = HERE / "README.md"
+    if args.what == "tables":
+        readme.write_text(filled(readme.read_text()))
+    elif args.what == "brute":
         rows = write(HERE / "brute.csv", brute_rows(args.cases))
         for key in ("paper_s", "search_s", "screened_s"):
             print(summary(rows, key))
