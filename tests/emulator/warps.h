@@ -184,6 +184,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
 }
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
+    return by >= 32 ? high : unsigned((uint64_t(high) << 32 | low) >> by);
+}
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -75,9 +75,12 @@ def encode_many(
     lengths: Sequence[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """`encode` of several tensors in as few launches as possible, and one wait."""
+    floors, lengths = floors or [None] * len(xs), lengths or [None] * len(xs)
     parts = [
-        Part(x, _aligned_room(out), floor=floor, lengths=None if given is None else given.to(x.device).contiguous())
-        for x, out, floor, given in zip(xs, outs, floors or [None] * len(xs), lengths or [None] * len(xs))
+        Part(
+            x, _aligned_room(out), 0, _needed_floor(x, job, floor), None if given is None else _on(given, x.device)
+        )
+        for x, out, floor, given in zip(xs, outs, floors, lengths)
     ]
     sizes = _encode(parts, job)
     for part, out, size in zip(parts, outs, sizes):
@@ -165,7 +168,6 @@ def decode_add_encode(
 
 def histogram(x: torch.Tensor, job: Job, floor: FloorLike = None) -> torch.Tensor:
     """Sampled symbol counts of each segment, (segments, 256) int64."""
-    float_layout(x.dtype)
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
         part = Part(x, floor=_needed_floor(x, job, floor))
@@ -181,6 +183,7 @@ def _coding(x: torch.Tensor, job: Job) -> int:
 
 
 def _needed_floor(x: torch.Tensor, job: Job, floor: FloorLike) -> FloorLike:
+    float_layout(x.dtype)
     if _coding(x, job) == FIXED:
         return None
     if floor is None:
@@ -195,31 +198,27 @@ def _aligned_room(out: torch.Tensor) -> torch.Tensor:
     return out if out.data_ptr() % 4 == 0 else torch.empty_like(out)
 
 
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.device == device and tensor.is_contiguous() else tensor.to(device).contiguous()
+
+
 def _encode(parts: list[Part], job: Job) -> list[int]:
+    sizes = [BODY_HEAD_BYTES] * len(parts)
+    filled = [i for i, part in enumerate(parts) if part.values.numel()]
+    at = 0
+    for batch in batches([parts[i] for i in filled]):
+        run = Launch(batch, _coding(batch[0].values, job), job, encodes=True)
+        run.run()
+        found, status = run.finish()
+        if status & 1:
+            raise Unsupported("the code lengths given are no complete code")
+        for size in found:
+            sizes[filled[at]] = size
+            at += 1
     for part in parts:
-        float_layout(part.values.dtype)
-    empty = bytes([CODINGS[job.mode], 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
-    sizes = []
-    for batch in batches(parts):
-        filled = [
-            Part(p.values, p.body, 0, _needed_floor(p.values, job, p.floor), p.lengths)
-            for p in batch
-            if p.values.numel()
-        ]
-        found: list[int] = []
-        if filled:
-            run = Launch(filled, _coding(filled[0].values, job), job, encodes=True)
-            run.run()
-            found, status = run.finish()
-            if status & 1:
-                raise Unsupported("the code lengths given are no complete code")
-        left = iter(found)
-        for part in batch:
-            if part.values.numel() == 0 and part.body is not None:
-                head = bytearray(empty)
-                head[0] = _coding(part.values, job)
-                part.body[:BODY_HEAD_BYTES] = torch.frombuffer(head, dtype=torch.uint8)
-            sizes.append(next(left) if part.values.numel() else BODY_HEAD_BYTES)
+        if part.values.numel() == 0 and part.body is not None:
+            head = bytearray([_coding(part.values, job), 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
+            part.body[:BODY_HEAD_BYTES] = torch.frombuffer(head, dtype=torch.uint8)
     return sizes
 
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, s
 from . import driver
 
 WARPS = 4  # blocks that a group of threads codes together
-FIXED_ROOM = 256 * 4 + 1856  # bytes of shared memory per warp of encode_fixed, besides the block itself
+FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
 MOST_TENSORS = 16  # per launch
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
@@ -25,6 +25,7 @@ TABLE_THREADS = 256
 _ARGS = struct.Struct("<8Q14i")
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
+_ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 
@@ -38,8 +39,11 @@ class Launcher(Protocol):
         """`arguments` are copied before this returns."""
         ...
 
-    def load(self, kernel: str, threads: int, shared: int) -> int:
-        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
+    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
+
+        Registers are to suffice for `least` groups per multiprocessor.
+        """
         ...
 
     def warps(self, shared: int) -> int:
@@ -73,19 +77,19 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
         # Kernels write sizes and status straight into host memory.
         self._result = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.result = (ctypes.c_int64 * (MOST_TENSORS + 1)).from_address(self._result.data_ptr())
+        self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._result.data_ptr()
 
-    def get(self, name: str, size: int) -> int:
+    def memory(self, size: int) -> int:
         """The address of at least `size` bytes."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
-        return buffer.data_ptr()
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory.data_ptr()
 
 
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
@@ -101,8 +105,7 @@ def _workspace(device: torch.device, stream: int) -> Workspace:
 # --- Arguments ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a launch, flat; what is None does not take part."""
 
     values: torch.Tensor
@@ -153,12 +156,13 @@ def _alike(part: Part) -> tuple[object, ...]:
     return part.values.dtype, floor_kind(part.floor), part.addend is None
 
 
-def _rounding(job: Job) -> tuple[int, int, int, int]:
+@cache
+def _rounding(keep: int, truncate: bool) -> tuple[int, int, int, int]:
     """cut, up, odd and mask of map_keep: v becomes (v + up + (v >> cut & odd)) & mask."""
-    cut = 23 - job.keep
+    cut = 23 - keep
     if cut == 0:
         return 0, 0, 0, -1
-    if job.truncate:
+    if truncate:
         return cut, 0, 0, -(1 << cut)
     half = 1 << (cut - 1)
     # Ties to even; with no bit kept, to the implicit 1, which is odd.
@@ -185,7 +189,7 @@ def _plan_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep
 def _encode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
-        return _Kernel(name, 1, on.load(name, 32, 0))
+        return _Kernel(name, 1, on.load(name, 32, 0, least=28))
     halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
@@ -221,28 +225,26 @@ class Launch:
             self._tables = "read_segment"
             self._main = _decode_kernel(on, dtype, coding, floor, first.addend is not None)
         warps = self._main.warps
-        self._groups = self._segments = 0  # the encoder's warps take single blocks, the decoder's groups
+        groups = segments = 0  # the encoder's warps take single blocks, the decoder's groups of them
         packed = []
         for part in parts:
-            packed.append(_pack(part, self._groups, self._segments))
-            blocks = blocks_of(part.values.numel())
-            self._groups += blocks if encodes else -(-blocks // warps)
-            self._segments += segments_of(part.values.numel())
-        self._running = min(-(-self._groups // warps) if encodes else self._groups, self._main.resident)
-        self._slots = 0 if coding == FIXED else self._running * warps
-        self._arguments = self._packed(job, coding, 0, b"".join(packed))
-
-    def _packed(self, job: Job, coding: int, counts: int, tensors: bytes) -> ctypes.Array[ctypes.c_char]:
-        space = self._space
-        signed_book = job.book - (1 << 32) if job.book >= 1 << 31 else job.book
+            packed.append(_pack(part, groups, segments))
+            numel = part.values.numel()
+            groups += blocks_of(numel) if encodes else -(-blocks_of(numel) // warps)
+            segments += segments_of(numel)
+        self._running = min(-(-groups // warps) if encodes else groups, self._main.resident)
+        self._segments = segments
+        slots = 0 if coding == FIXED else self._running * warps * SLOT_BYTES
+        progress = slots + 4 * CODE_STRIDE * segments
+        words = progress + 8 * groups
+        memory = self._space.memory(words + 4 * segments)
+        ticket, status, result = self._space.addresses
         head = _ARGS.pack(
-            space.get("codes", 4 * CODE_STRIDE * self._segments), space.get("progress", 8 * self._groups),
-            space.ticket.data_ptr(), space.get("slots", self._slots * SLOT_BYTES), space.status.data_ptr(),
-            ctypes.addressof(space.result), space.get("words", 4 * self._segments), counts,
-            self._count, self._groups, self._segments, coding, signed_book, job.shift, job.limit, 0,
-            job.keep, *_rounding(job), 0,
+            memory + slots, memory + progress, ticket, memory, status, result, memory + words, 0,
+            self._count, groups, segments, coding, job.book - (job.book >> 31 << 32), job.shift, job.limit, 0,
+            job.keep, *_rounding(job.keep, job.truncate), 0,
         )  # fmt: skip
-        return ctypes.create_string_buffer(head + tensors, _ARGS.size + MOST_TENSORS * _TENSOR.size)
+        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
 
     def _run(self, kernel: str, groups: int, threads: int) -> None:
         self._launcher.launch(kernel, self._arguments, groups, threads, self._stream)

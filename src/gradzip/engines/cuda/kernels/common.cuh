@@ -195,6 +195,15 @@ DEVICE void let_others_run() {
 #endif
 }
 
+// Has the line of memory brought to the L2 cache.
+DEVICE void prefetch(const void* line) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+    (void)line;
+#endif
+}
+
 // Copies 16 bytes to shared memory, without waiting.
 DEVICE void copy_async(void* to, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

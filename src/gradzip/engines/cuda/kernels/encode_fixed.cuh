@@ -3,7 +3,7 @@
 // mapped values are brought to shared memory, measured, and then written where they belong.
 // There they are of type S: that of the input, F, or BFloat16 where keep= leaves no more than the upper halves.
 
-constexpr u32 kRefillRoom = 1856;  // bytes of refill that are kept until the block's place is known
+constexpr u32 kRefillRoom = 1728;  // bytes of refill that are kept until the block's place is known
 
 struct FixedForm {
     u32 kind, words, whole, rest, pruned, single, base, fields, refill;
@@ -228,7 +228,7 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         u32 i = (u32)row + lane;
         bool here = i < (u32)n;
         u32 v = here ? values[i] : 0, entry = here ? table[exponent_of<F>(v)] : 0;
-        bool now = any(entry & kEscapes);
+        bool now = any((entry & kEscapes) != 0);
         escapes |= now;
         push_fixed_row<F, REST>(lanes, v, entry, here, now, down, form);
         if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
@@ -240,7 +240,7 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         for (int k = 0; k < 4; k++) v[k] = values[i + 32 * k];
 #pragma unroll
         for (int k = 0; k < 4; k++) entry[k] = table[exponent_of<F>(v[k])];
-        bool now = any((entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes);
+        bool now = any(((entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes) != 0);
         escapes |= now;
 #pragma unroll
         for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, now, down, form);

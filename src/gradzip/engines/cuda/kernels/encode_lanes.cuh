@@ -144,9 +144,19 @@ DEVICE LaneCounts measure_near(const Source<Float32, FLOOR>& s, int n, const u32
 template <int CODING>
 DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, bool chunked) {
     u32 field = (q.bits & 0x80000000u) | ((q.bits << 8) & 0x7fffffffu);  // sign and mantissa on top
-    lanes.push_part(q.width ? field >> (32 - q.width) : 0, q.width, chunked);
+    lanes.push_part(__funnelshift_rc(field, 0, (u32)(32 - q.width)), q.width, chunked);
     if (CODING == kPaper) lanes.push(q.width ? (u32)(24 - q.width) / 6 : 0, q.width ? 2 : 0);
     lanes.push_exponent(q.e, entry, escapes);
+}
+
+// Has what four rows are made of brought to the L2 cache; `s` points to this lane's place in other four rows.
+template <int FLOOR>
+DEVICE void prefetch_rows(const Source<Float32, FLOOR>& s, int by, u32 lane) {
+    int at = by - (int)lane + 32 * (int)(lane & 3);
+    if (lane < 4) prefetch(s.x + at);
+    else if (lane < 8 && FLOOR == kInt8Floor) prefetch(s.given + at);
+    else if (lane < 8) prefetch(s.theta + at);
+    else if (lane < 12 && FLOOR == kSecondFloor) prefetch(s.second + at);
 }
 
 // Pushes all rows, the last one first. While four rows are coded, the next four are on their way.
@@ -164,7 +174,7 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
             count_value(c, q, entry, first);
         }
         __syncwarp();
-        bool now = any(entry & kEscapes);
+        bool now = any((entry & kEscapes) != 0);
         seen |= entry & kEscapes;
         q.bits = quiet(q.bits);
         push_lane_row<CODING>(lanes, q, entry, now, any(q.width > 8));
@@ -181,6 +191,7 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         for (int k = 0; k < 4; k++) now[k] = next[k];
         if (row > 0) {
             ahead.move(-128);
+            prefetch_rows(ahead, row >= 640 ? -512 : -(int)row + 128, lane);
             for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
         }
         Mapped q[4];
@@ -191,10 +202,11 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
             count_value(c, q[k], entry[k], first);
         }
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
-        bool escaped = any(flags & (kEscapes | kSpecial));
+        bool escaped = any((flags & (kEscapes | kSpecial)) != 0);
         if (escaped) {
             seen |= flags & kEscapes;
-            for (int k = 0; k < 4; k++) q[k].bits = quiet(q[k].bits);
+            if (any((flags & kSpecial) != 0))
+                for (int k = 0; k < 4; k++) q[k].bits = quiet(q[k].bits);
         }
         int widest = max_int(max_int(q[0].width, q[1].width), max_int(q[2].width, q[3].width));
         bool chunked = any(widest > 8);

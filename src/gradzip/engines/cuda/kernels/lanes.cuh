@@ -91,7 +91,7 @@ struct Lanes {
     // Symbols, and before them exponents that the code has no symbol for. `escapes`: whether there may be some; equal in
     // all lanes.
     __device__ __forceinline__ void push_exponent(u32 e, u32 entry, bool escapes) {
-        if (escapes && any(entry & kEscapes)) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
+        if (escapes && any((entry & kEscapes) != 0)) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
         push(entry & 255, entry >> 8);
     }
 
