@@ -193,3 +193,11 @@ def test_every_unit_is_explained() -> None:
     assert len(rows) == len(found.problem.units)
     assert any("ms more" in row.why for row in rows)
     assert all(isinstance(row.option, Option) for row in rows)
+
+
+@pytest.mark.usefixtures("experiment")
+def test_tables_of_the_search_experiment_are_those_of_its_results() -> None:
+    import run
+
+    readme = (EXPERIMENT / "README.md").read_text()
+    assert run.filled(readme) == readme, "run python experiments/search/run.py tables"
