@@ -1,6 +1,6 @@
 """Prediction against measurement on emulated networks. Needs root or user namespaces; takes about ten minutes.
 
-    python experiments/prediction/run.py
+    python experiments/prediction/run.py [--again]     --again: with the profiles that are there
 
 1. `gradzip profile` of each model on 4 hosts at 1 Gbit/s, and only there.
 2. From these profiles: the step of each plan at 100 Mbit/s, 1 and 2.5 Gbit/s, and the planner's own choice for each.
@@ -51,13 +51,16 @@ def ranks(*argv: str, rate: str) -> list[str]:
 def profiles(folder: Path) -> dict[str, Profile]:
     found = {}
     for model in MODELS:
-        path = folder / f"{model}.json"
+        kept, path = HERE / f"profile-{model}.json", folder / f"{model}.json"
+        if "--again" in sys.argv and kept.exists():
+            found[model] = Profile.load(kept)
+            continue
         codecs = [word for codec in CODECS for word in ("--codec", codec)]
         script = [sys.executable, str(HERE / "replay.py"), "--model", model, "--steps", "1000"]
         wanted = ["--steps", "12", "--out", str(path), "--inter", "1gbit", *codecs, "--", *script]
         ranks("-m", "gradzip", "profile", *wanted, rate="1gbit")
         found[model] = Profile.load(path)
-        found[model].save(HERE / f"profile-{model}.json")
+        found[model].save(kept)
     return found
 
 

@@ -1,8 +1,9 @@
 """What collectives cost on a cluster of any shape and rate, from what they cost where they were measured.
 
 A measured line (latency + seconds per byte) is taken apart: its latency by the number of rounds of the collective, its
-slope into the time on the wire, which follows from the link's rate, and the rest, which is work of the hosts and stays
-when the rate changes. Put together again for other sizes of groups and other rates it predicts what was not measured.
+slope into the time on the wire, which follows from the link's rate, and the rest. What that rest is cannot be told from
+one rate: work of the hosts, which stays on a faster link, or use of the link that is no better on a slower one. So the
+larger of both is taken. Put together again for other groups and rates it predicts what was not measured.
 
 Wire bytes are those of the busiest direction of a link, for each byte that a rank puts in. A network card serves all
 ranks of its host.
@@ -99,13 +100,14 @@ class Network:
         bytes_there = wire_factor(kind, measured.peers, transport)
         wire_there = _wire_s(kind, measured.group, there, self._there, transport, there.ranks_per_host)
         host_s_per_wire_byte = max(0.0, line.s_per_byte - wire_there) / bytes_there
+        slower = max(1.0, line.s_per_byte / wire_there)
+        wire_here = _wire_s(kind, group, topology, self._here, transport, active)
         round_s = line.latency_s / _rounds(kind, measured.peers, transport)
         peers = topology.size(group)
         return Cost(
             _resources(kind, group, topology, transport),
             round_s * _rounds(kind, peers, transport),
-            _wire_s(kind, group, topology, self._here, transport, active)
-            + host_s_per_wire_byte * wire_factor(kind, peers, transport),
+            max(wire_here * slower, wire_here + host_s_per_wire_byte * wire_factor(kind, peers, transport)),
             f"{measured.kind}.{measured.group}",
         )
 
