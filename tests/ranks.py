@@ -18,17 +18,17 @@ TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes a
 DEADLINE = 100.0  # seconds for a whole run
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
     """function(rank, *args) in each of `world` new processes; what each returned, in the order of ranks.
 
     An exception in one of them is raised here with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         running = mp.spawn(_enter, (world, folder, function, args), world, join=False)
-        deadline = time.monotonic() + DEADLINE
+        end = time.monotonic() + deadline
         try:
             while not running.join(timeout=1):
-                assert time.monotonic() < deadline, f"the ranks still run after {DEADLINE:.0f} s"
+                assert time.monotonic() < end, f"the ranks still run after {deadline:.0f} s"
         finally:
             for process in running.processes:
                 if process.is_alive():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import re
 import threading
 from collections import defaultdict
 from datetime import timedelta
@@ -124,8 +125,9 @@ class Channel:
             self._lost(known)
             return self.error or known
         who = f"rank {error.rank}" if error.rank is not None else "a peer"
-        first = (str(error).splitlines() or [""])[0]
-        text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({first})"
+        text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
+        if "imed out" in str(error):
+            text = f"{who} is alive but did not answer in time, see attach(timeout=): {_plain(error)}"
         return self.fail(PeerError(text), about=error.rank)
 
     def _disagreement(self, agreement: Agreement) -> PeerError:
@@ -153,6 +155,11 @@ class Channel:
         if self.pipeline.stop():
             _open.discard(self)
         self.gloo.close()
+
+
+def _plain(error: Broken) -> str:
+    """Gloo's words, without the place in its source and the advice."""
+    return re.sub(r"^\[.*?\] |\. This is typically.*", "", str(error), flags=re.DOTALL)
 
 
 def open_channel(

@@ -22,7 +22,7 @@ from ..codecs.baseline import ByteCodec, Cast, Identity
 from ..codecs.gcomp import GComp
 from ..codecs.sparse import SparseFrame, TopK, fewest
 from ..engines.layout import Floor
-from ..errors import CodecError, Corrupt
+from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
 from ..sensitivity.near import memory_order
 from .buffers import Buffers
@@ -141,12 +141,15 @@ class TensorCoder:
     def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
         place = self._device(how)
         data = blob.data if blob.data.device == place else blob.data.to(place)
-        for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data, blob.source), _filled_outs(leaf, outs)):
-            try:
+        name = self.contexts[leaf[0].tensor].name
+        try:
+            for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data), _filled_outs(leaf, outs)):
+                name = self.contexts[piece.tensor].name
                 self._decode_piece(piece, frame, how, out, add)
-            except CodecError as error:
-                origin = "" if blob.source is None else f" from rank {blob.source}"
-                raise type(error)(f"{self.contexts[piece.tensor].name!r}{origin}: {error}") from error
+        except CodecError as error:
+            if blob.source is None or blob.source == self.contexts[0].rank:
+                raise type(error)(f"{name!r}: {error}") from error
+            raise PeerError(f"rank {blob.source} sent {name!r} damaged: {type(error).__name__}: {error}") from error
 
     def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
         if not (isinstance(self.codec, GComp) and values.dtype == torch.float32 and self._fuses(values, how)):
@@ -158,7 +161,7 @@ class TensorCoder:
             self.decode(leaf, blob, how, outs, add=True)
             return self.encode(leaf, total, how)
         writer = self._writer(leaf, values.device)
-        frames, offset = self._frames(leaf, blob.data, blob.source), 0
+        frames, offset = self._frames(leaf, blob.data), 0
         for piece, frame in zip(_filled(leaf), frames):
             local = values[offset : offset + piece.numel]
             offset += piece.numel
@@ -259,18 +262,18 @@ class TensorCoder:
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return _Writer(buffer, count)
 
-    def _frames(self, leaf: Layout, data: torch.Tensor, source: int | None) -> list[torch.Tensor]:
+    def _frames(self, leaf: Layout, data: torch.Tensor) -> list[torch.Tensor]:
         count = sum(piece.numel > 0 for piece in leaf)
         at = _ENTRY * count
         sizes = data[:at].cpu().clone().view(torch.int64).tolist() if data.numel() >= at else [-1]
         frames = []
         for size in sizes:
             if size < 0 or at + size > data.numel():
-                raise Corrupt(f"what rank {source} sent does not hold the {count} frames it should")
+                raise Corrupt(f"it does not hold the {count} frames that it should")
             frames.append(data[at : at + size])
             at += size + -size % _ENTRY
         if at != data.numel():
-            raise Corrupt(f"{data.numel() - at} bytes follow the last frame of rank {source}")
+            raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
         return frames
 
 

@@ -44,6 +44,7 @@ class Exchange:
     where: str
     send: Sequence[torch.Tensor | None]  # bytes
     most: Sequence[int | None] | None
+    number: int = 0  # of this exchange in the route, the same on all ranks: some take no part in all of them
 
 
 @dataclass
@@ -114,6 +115,7 @@ class _Coded:
     how: How
 
 
+EXCHANGES_PER_STEP = 256  # at the most: those of a ring
 HEAD_ROOM = 40  # the table of a single blob
 
 
@@ -135,6 +137,7 @@ class _Held:
     shift: int | None = None  # of the grid that values lie on; None: never coded
     stored: bool = False  # decoded straight to where the result belongs
     encodes: int = 0
+    exchange: int = 0  # number of the next one
     splits: list[_Split] = field(default_factory=list)
 
     @property
@@ -154,6 +157,7 @@ class Executor:
         held.plain = self._coder.load(held.layout)
         for number, (step, joins) in enumerate(zip(steps, self._route.joins)):
             rest = steps[number + 1 :]
+            held.exchange = number * EXCHANGES_PER_STEP
             if step.kind == "enc":
                 if not (rest and rest[0].kind == "ring"):  # a ring encodes as it goes
                     self._encode(self._dealt_sizes(rest), step.where)
@@ -261,6 +265,10 @@ class Executor:
         if not joins:
             held.summed *= group.size
 
+    def _exchange(self, where: str, send: Sequence[torch.Tensor | None], most: Sequence[int | None] | None) -> Exchange:
+        self._held.exchange += 1
+        return Exchange(where, send, most, self._held.exchange - 1)
+
     def _most(self, coded: _Coded, leaves: Sequence[Layout]) -> int:
         """How long a message can be with these leaves of all contributions."""
         blobs = len(coded.contributions) * len(leaves)
@@ -275,7 +283,7 @@ class Executor:
             kind = held.plain.dtype
             plain = [_bytes(_select(held.plain, held.layout, part)) for part in stretches]
             size = numel(stretches[group.rank]) * kind.itemsize
-            received = yield Exchange(where, plain, [size] * group.size)
+            received = yield self._exchange(where, plain, [size] * group.size)
             held.plain = self._sum(received, kind)
         else:
             coded = _coded(held)
@@ -283,7 +291,7 @@ class Executor:
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
             most = [self._most(coded, leaves)] * group.size
-            received = yield Exchange(where, [_pack(lists) for lists in deals], most)
+            received = yield self._exchange(where, [_pack(lists) for lists in deals], most)
             held.coded = _Coded(leaves, _all_contributions(received, group), coded.how)
         held.layout = stretches[group.rank]
 
@@ -295,20 +303,20 @@ class Executor:
         if held.plain is not None:
             kind = held.plain.dtype
             size = held.plain.numel() * kind.itemsize if group.rank == 0 else None
-            received = yield Exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
+            received = yield self._exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
             held.plain = self._sum(received, kind) if group.rank == 0 else None
             return
         coded = _coded(held)
         first = group.rank == 0
         most = self._most(coded, coded.leaves) if first else None
-        received = yield Exchange(where, [_pack(coded.contributions), *nothing], [most] * group.size)
+        received = yield self._exchange(where, [_pack(coded.contributions), *nothing], [most] * group.size)
         held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how) if first else None
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = _coded(self._held)
         most = self._most(coded, coded.leaves)
-        received = yield Exchange(where, [_pack(coded.contributions)] * group.size, [most] * group.size)
+        received = yield self._exchange(where, [_pack(coded.contributions)] * group.size, [most] * group.size)
         self._held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how)
 
     def _join(self, split: _Split, where: str, group: Members) -> Steps:
@@ -321,7 +329,7 @@ class Executor:
                 self._settle()
             kind = held.plain.dtype
             sizes = [numel(part) * kind.itemsize for part in deal(split.layout, group.size)]
-            received = yield Exchange(where, [_bytes(held.plain)] * group.size, sizes)
+            received = yield self._exchange(where, [_bytes(held.plain)] * group.size, sizes)
             held.plain = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
             for part, leaf in zip(received, deal(split.layout, group.size)):
                 values = _present(part).view(kind)
@@ -332,7 +340,7 @@ class Executor:
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
             most = [self._most(coded, of_member) for of_member in leaves]
-            received = yield Exchange(where, [_pack(coded.contributions)] * group.size, most)
+            received = yield self._exchange(where, [_pack(coded.contributions)] * group.size, most)
             members = [_unpack(part, source) for source, part in zip(group.ranks, received)]
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
             held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
@@ -344,9 +352,9 @@ class Executor:
         if group.rank == 0:
             if held.plain is not None and not self._coder.exact_grid:
                 self._settle()
-            yield Exchange(where, [_describe(held)] * group.size, None)
+            yield self._exchange(where, [_describe(held)] * group.size, None)
             return
-        received = yield Exchange(where, [None] * group.size, None)
+        received = yield self._exchange(where, [None] * group.size, None)
         _understand(held, _present(received[0]), group.ranks[0], self._coder)
 
     def _ring(self, step: Step, device: str) -> Steps:
@@ -369,7 +377,7 @@ class Executor:
                 leaf = leaves[(before - 1 - hop) % group.size]
                 most: list[int | None] = [None] * group.size
                 most[before] = HEAD_ROOM + self._coder.bound(leaf)
-                received = yield Exchange(step.where, send, most)
+                received = yield self._exchange(step.where, send, most)
                 ((arrived,),) = _unpack(received[before], group.ranks[before])
                 values = _select(own, held.layout, leaf)
                 how = How(device, held.encodes, held.summed * (2 + hop), held.shift or 0)

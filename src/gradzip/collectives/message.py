@@ -262,6 +262,7 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
             except StopIteration:
                 break
             received = channel.pipeline.exchange(job, wanted)
+        job.first_exchange += 4
         outcome.collectives += 1
 
     for name, tensor, result in zip(names, message.tensors, message.codec.reduce(inputs, message.contexts, average)):

@@ -30,8 +30,9 @@ from .gloo import Gloo, Pending
 ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
-_MOST_EXCHANGES = 256  # of one job; part of the tag
-_JOBS = 1 << 20  # after so many, tags are used again
+_EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
+_JOBS = 1 << 18  # after so many, tags are used again
+_SIZES = _JOBS * _EXCHANGES  # tags of questions for sizes start here
 
 
 class Agreement:
@@ -51,7 +52,7 @@ class Job:
     steps: Steps
     done: Callable[[Job, BaseException | None], None]
     number: int = -1
-    exchanges: int = 0
+    first_exchange: int = 0  # added to the numbers of exchanges, by jobs that run several routes
     bytes_sent: int = 0
     bytes_out: int = 0  # of these, to other hosts
     coding: float = 0.0  # seconds
@@ -59,9 +60,8 @@ class Job:
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back in the end
     ended: bool = False
 
-    @property
-    def tag(self) -> int:
-        return self.number % _JOBS * _MOST_EXCHANGES + self.exchanges
+    def tag(self, wanted: Exchange) -> int:
+        return self.number % _JOBS * _EXCHANGES + self.first_exchange + wanted.number
 
 
 class _Transfer:
@@ -251,7 +251,6 @@ class Pipeline:
             return _Transfer(self._gloo.all_reduce(wanted.tensor), [wanted.tensor])
         group = self._groups[wanted.where]
         most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
-        tag, job.exchanges = job.tag, job.exchanges + 1
         parts: Parts = [None] * group.size
         parts[group.rank] = wanted.send[group.rank]
         into, sends = [], []
@@ -267,14 +266,14 @@ class Pipeline:
             if part is not None and part.numel():
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
-        return _Transfer(self._gloo.send(sends, into, tag), parts)
+        return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts)
 
     def _ask_sizes(self, job: Job, wanted: Exchange, group: Members) -> list[int | None]:
         """What each member is going to send here, where it does not follow from what was agreed."""
         sizes = [-1] * self._gloo.world
         sizes[: group.size] = [-1 if part is None else part.numel() for part in wanted.send]
         others = [rank for rank in group.ranks if rank != self._gloo.rank]
-        rows = self._gloo.send_row(torch.tensor(sizes), others, others, _JOBS + job.tag)
+        rows = self._gloo.send_row(torch.tensor(sizes), others, others, _SIZES + job.tag(wanted))
         rows.wait()
         said = {rank: int(row[group.rank]) for rank, row in rows.received.items()}
         self._count_bytes(job, 8 * len(sizes), others)

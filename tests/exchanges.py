@@ -1,0 +1,183 @@
+"""Exchanges between processes over Gloo, for tests/test_collectives.py and the long tests beside it."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import TIMEOUT
+
+from gradzip.codecs import Context, parse
+from gradzip.collectives import Channel, Message, Outcome, channel, open_channel, route_of, submit
+from gradzip.feedback import Memory
+from gradzip.routes import NAMED, Route, tree
+
+HOSTS, LOCAL = 2, 2
+
+
+def connect(per_host: int = LOCAL) -> Channel:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    world = dist.group.WORLD
+    assert world is not None
+    return open_channel(world, torch.device("cpu"), timeout=TIMEOUT)
+
+
+class Exchanger:
+    """Sends messages of tensors that keep their names, and hence their residuals, from call to call."""
+
+    def __init__(self, to: Channel) -> None:
+        self.channel, self.memory, self.step = to, Memory(to.rank), 0
+        self._waiting: list[tuple[threading.Event, list[Outcome]]] = []
+
+    def send(self, codec: str, route: str | None, tensors: dict[str, torch.Tensor]) -> None:
+        """Starts an exchange in place; `finish` waits for it."""
+        chosen = parse(codec)
+        by = route_of(chosen, route, self.channel.topology.default_route)
+        contexts = [
+            Context(name, self.step, rank=self.channel.rank, world=self.channel.world, state=self._state(name, codec))
+            for name in tensors
+        ]
+        done, outcomes = threading.Event(), list[Outcome]()
+
+        def end(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            done.set()
+
+        self._waiting.append((done, outcomes))
+        submit(Message(chosen, by, list(tensors.values()), contexts, self.memory), self.channel, end)
+
+    def _state(self, name: str, codec: str) -> dict[str, Any]:
+        return self.memory.state(name, parse(codec).name)
+
+    def finish(self) -> list[Outcome]:
+        ended = []
+        for done, outcomes in self._waiting:
+            assert done.wait(60), "an exchange hangs"
+            if outcomes[0].error is not None:
+                raise outcomes[0].error
+            ended.append(outcomes[0])
+        self._waiting = []
+        self.memory.commit()
+        self.step += 1
+        return ended
+
+
+def whole_numbers(numel: int, rank: int) -> torch.Tensor:
+    """Sums and means of these are exact in float32, in whatever order."""
+    return ((torch.arange(numel) * 7919 + rank * 104729) % 1000 * 4 - 2000).float()
+
+
+def covering(routes: list[Route]) -> list[Route]:
+    """Few of the tree's routes that have, together, every step next to every step that it ever stands next to."""
+    pairs = {route: {(a, b) for a, b in zip(route.steps, route.steps[1:])} for route in routes}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(routes, key=lambda route: len(pairs[route] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def run_routes(rank: int, names: list[str], numel: int) -> list[str]:
+    """Those routes whose result is not exactly the mean."""
+    exchanger = Exchanger(connect())
+    mean = torch.stack([whole_numbers(numel, r) for r in range(HOSTS * LOCAL)]).sum(0) / (HOSTS * LOCAL)
+    wrong = []
+    for start in range(0, len(names), 32):  # so many at once, for speed
+        batch = {name: whole_numbers(numel, rank) for name in names[start : start + 32]}
+        for name, values in batch.items():
+            codec = "gcomp:mode=lossless" if Route.parse(name).compresses else "identity"
+            exchanger.send(codec, name, {"x": values})
+        exchanger.finish()
+        wrong += [name for name, values in batch.items() if not torch.equal(values, mean)]
+    return wrong
+
+
+# --- Random messages -------------------------------------------------------------------------------------------------
+
+CODECS = (
+    *("identity", "gcomp:mode=lossless", "gcomp:keep=5", "cast", "cast:to=fp16", "topk:ratio=0.1", "randomk:ratio=0.2"),
+    *("sign", "qsgd:bits=4", "powersgd:rank=2", "zlib"),
+)
+
+
+def random_messages(rank: int, seed: int, rounds: int, packings: int) -> dict[str, Any]:
+    """Random tensors by random codecs and routes, packed in several ways: bits by packing, and what differed."""
+    to = connect(per_host=2 if dist.get_world_size() == 4 else 1)
+    exchangers = [Exchanger(to) for _ in range(packings)]
+    choose, bits, differing = random.Random(seed), list[int](), list[str]()
+    for number in range(rounds):
+        codec = choose.choice(CODECS)
+        routes = [None] if parse(codec).rounds > 1 else [None, *NAMED]
+        routes = [r for r in routes if r is None or fits(codec, r)]
+        route = choose.choice(routes)
+        shapes = [(choose.choice([1, 3, 40, 257]), choose.choice([1, 2, 64])) for _ in range(choose.randint(1, 5))]
+        dtype = torch.bfloat16 if codec in ("gcomp:mode=lossless", "cast") and choose.random() < 0.3 else torch.float32
+        draw = torch.Generator().manual_seed(1000 * number + rank)
+        raw = {f"t{i}-{s}": torch.randn(s, generator=draw).to(dtype) for i, s in enumerate(shapes)}
+        results = []
+        for packing, exchanger in enumerate(exchangers):
+            tensors = {name: value.clone() for name, value in raw.items()}
+            names = list(tensors)
+            cut = 1 + (number + packing) % len(names) if packing else len(names)
+            for start in range(0, len(names), cut):
+                exchanger.send(codec, route, {name: tensors[name] for name in names[start : start + cut]})
+            exchanger.finish()
+            results.append(torch.cat([t.float().view(-1) for t in tensors.values()]))
+        # Torch's own 16-bit sums depend on where a value lies, by design.
+        if not (codec.startswith("cast") and route == "allreduce"):
+            differing += [
+                f"{number}: {codec} by {route}"
+                for other in results[1:]
+                if not torch.equal(other.view(torch.int32), results[0].view(torch.int32))
+            ]
+        bits.append(int(results[0].view(torch.int32).sum(dtype=torch.int64)))
+    return {"bits": bits, "differing": differing}
+
+
+def fits(codec: str, route: str) -> bool:
+    try:
+        route_of(parse(codec), route)
+    except ValueError:
+        return False
+    return True
+
+
+# --- Delays ----------------------------------------------------------------------------------------------------------
+
+
+def delayed(rank: int, steps: int, longest: float) -> dict[str, Any]:
+    """Two users of a channel, eight messages a step, all routes, with random delays everywhere. The order of issue."""
+    seen: dict[str, list[int]] = {}
+    late = random.Random(rank)
+
+    def probe(kind: str, stage: int, number: int) -> None:
+        time.sleep(late.random() * longest)
+        seen.setdefault(f"{kind}-{stage}", []).append(number)
+
+    channel._probe = probe
+    to = connect()
+    pair = Exchanger(to), Exchanger(to)
+    names, choose = [None, *NAMED], random.Random(7)
+    correct = True
+    for step in range(steps):
+        codec = "gcomp:mode=lossless" if step < steps // 2 else "zlib"  # a change of policy
+        sent = []
+        for bucket in range(8):
+            time.sleep(late.random() * longest)
+            exchanger = pair[choose.randint(0, 1)]
+            route = choose.choice([name for name in names if name != "allreduce"])
+            values = whole_numbers(50 + bucket, rank)
+            exchanger.send(codec, route, {f"b{bucket}": values})
+            sent.append((50 + bucket, values))
+        for exchanger in pair:
+            exchanger.finish()
+        for numel, values in sent:
+            mean = torch.stack([whole_numbers(numel, r) for r in range(4)]).sum(0) / 4
+            correct &= torch.equal(values, mean)
+    return {"seen": seen, "correct": correct, "routes": len(tree(("cpu",)))}

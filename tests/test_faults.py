@@ -1,0 +1,39 @@
+"""Accidents: every other rank raises, and says which rank it was and why. `python tests/faults.py` shows the words."""
+
+from __future__ import annotations
+
+import pytest
+from faults import FAULTS, WORLD, run
+
+CAUSES = {
+    "kill": "rank 3 closed its connections",
+    "kill the store's host": "rank 0",
+    "stop": "rank 3 has shown no sign of life for 5 s",
+    "another codec": "Rank 3: cast by",
+    "a corrupt frame": "rank 3 sent",
+    "an exception": "rank 3 failed: ArithmeticError: the codec lost count",
+}
+SHORT = ("kill", "a corrupt frame")
+
+
+def check(fault: str) -> None:
+    result = run(fault)
+    assert set(result["codes"].values()) == {0}, "a rank did not end in order"
+    for rank, said in result["words"].items():
+        if fault == "asleep":
+            assert "error" not in said, "a rank that is merely slow was taken for dead"
+        elif rank != result["victim"]:
+            assert said["error"].startswith("PeerError")
+            assert CAUSES[fault] in said["error"]
+    assert len(result["words"]) >= WORLD - 1
+
+
+@pytest.mark.parametrize("fault", SHORT)
+def test_all_ranks_learn_of_an_accident(fault: str) -> None:
+    check(fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in SHORT])
+def test_all_ranks_learn_of_other_accidents(fault: str) -> None:
+    check(fault)
