@@ -28,7 +28,7 @@ class Emulator:
         self.launched.append(kernel)
         self._functions[kernel](arguments, groups, threads)
 
-    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
+    def load(self, kernel: str, threads: int, shared: int) -> int:
         self._functions[kernel] = ctypes.CDLL(str(_compiled(kernel))).entry
         return 2  # so that small inputs make a group take more than one turn
 

@@ -36,8 +36,8 @@ def _entry(kernel: str) -> str:
     return f"gradzip_{kernel.partition('<')[0]}"
 
 
-def _text(kernel: str, threads: int, least: int) -> str:
-    bounds = f'extern "C" __global__ void __launch_bounds__({threads}, {least})'
+def _text(kernel: str, threads: int) -> str:
+    bounds = f'extern "C" __global__ void __launch_bounds__({threads})'
     return f"{source()}\n{bounds} {_entry(kernel)}(const __grid_constant__ Args a) {{ {kernel}(a); }}\n"
 
 
@@ -83,9 +83,9 @@ def _compile(text: str, architecture: str) -> bytes:
     return binary.raw
 
 
-def _binary(kernel: str, threads: int, least: int, architecture: str) -> bytes:
+def _binary(kernel: str, threads: int, architecture: str) -> bytes:
     """A compiled kernel, from the cache folder where it is there."""
-    text = _text(kernel, threads, least)
+    text = _text(kernel, threads)
     key = hashlib.sha256(f"{text}{_OPTIONS}{architecture}{torch.version.cuda}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradzip" / "kernels"
     path = folder / f"{key}.cubin"
@@ -141,13 +141,10 @@ class Device:
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
-    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
-        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
-
-        Registers are to suffice for `least` groups per multiprocessor.
-        """
+    def load(self, kernel: str, threads: int, shared: int) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
         self._enter()
-        binary = _binary(kernel, threads, least, self._architecture)
+        binary = _binary(kernel, threads, self._architecture)
         module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
         _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, _entry(kernel).encode()), f"finding {kernel}")

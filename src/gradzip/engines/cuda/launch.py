@@ -17,6 +17,7 @@ from . import driver
 
 WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
+SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_TENSORS = 16  # per launch
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
@@ -39,11 +40,8 @@ class Launcher(Protocol):
         """`arguments` are copied before this returns."""
         ...
 
-    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
-        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
-
-        Registers are to suffice for `least` groups per multiprocessor.
-        """
+    def load(self, kernel: str, threads: int, shared: int) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
         ...
 
     def warps(self, shared: int) -> int:
@@ -189,7 +187,7 @@ def _plan_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep
 def _encode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
-        return _Kernel(name, 1, on.load(name, 32, 0, least=28))
+        return _Kernel(name, 1, on.load(name, 32, 0))
     halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
@@ -241,7 +239,7 @@ class Launch:
         ticket, status, result = self._space.addresses
         head = _ARGS.pack(
             memory + slots, memory + progress, ticket, memory, status, result, memory + words, 0,
-            self._count, groups, segments, coding, job.book - (job.book >> 31 << 32), job.shift, job.limit, 0,
+            self._count, groups, segments, coding, job.book - (job.book >> 31 << 32), job.shift, job.limit, groups <= SMALL_GROUPS,
             job.keep, *_rounding(job.keep, job.truncate), 0,
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)

@@ -74,7 +74,8 @@ struct Args {
     u64 counts;     // int32[segments][256]: histograms wanted, and nothing else; 0: not
     int tensors;
     int groups;     // encoder: blocks; decoder: groups of blocks
-    int segments, coding, book, shift, limit, sampled;
+    int segments, coding, book, shift, limit;
+    int small;      // whether all input fits into the L2 cache, so that blocks may be fetched as a whole
     int keep, cut, up, odd, mask, padding;
     Tensor tensor[kMaxTensors];
 };
@@ -202,6 +203,11 @@ DEVICE void prefetch(const void* line) {
 #else
     (void)line;
 #endif
+}
+
+// The same for all lines of a stretch, by all threads of a warp.
+DEVICE void prefetch_stretch(const void* from, u32 bytes) {
+    for (u32 at = 128 * lane_id(); at < bytes; at += 128 * 32) prefetch((const u8*)from + at);
 }
 
 // Copies 16 bytes to shared memory, without waiting.

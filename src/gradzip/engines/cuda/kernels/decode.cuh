@@ -184,6 +184,12 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
     u64 from = blocks_offset(t.numel, shared_book) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
     int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
     u32 fault;
+    if (a.small && end <= t.body_bytes) {
+        prefetch_stretch(body + from, 4 * words);
+        Source<Float32, FLOOR> source(a, t, start);
+        if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)n);
+        if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)n);
+    }
     if (end > t.body_bytes)
         fault = kShortBody;
     else if (block == n_blocks - 1 && end != t.body_bytes)

@@ -155,7 +155,6 @@ DEVICE bool plain_rows(Stream& s, const u32* table, u32* room, const Sink<F, ADD
         for (u32 j = 0; j < WHOLE; j++) plane[j] = next[j];
         u32 after = min_u32(g + 1, 31) * 32 + lane;
         for (u32 j = 0; j < WHOLE; j++) next[j] = planes[1024 * j + after];
-        if (lane < WHOLE) prefetch(planes + 1024 * lane + 32 * min_u32(g + 6, 31));
         u32* exponents = room + 32 * (g & 1);
         s.advance();
         for (u32 row = 0; row < 4; row++)
@@ -234,9 +233,6 @@ DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32*
         for (int k = 0; k < 4; k++) now[k] = next[k];
         u32 ahead = (u32)min_int(row + 128, grouped - 128) + lane;
         for (u32 k = 0; k < 4; k++) next[k] = load_floor(source, ahead + 32 * k);
-        int later = min_int(row + 512, grouped - 128) + 32 * (int)(lane & 3);
-        if (FLOOR > kInt8Floor && lane < 4) prefetch(source.theta + later);
-        else if (FLOOR == kSecondFloor && lane < 8) prefetch(source.second + later);
         for (u32 k = 0; k < 4; k++) {
             if (k % 2 == 0) s.advance();
             lane_row<CODING, ADD>(s, table, sink, (u32)row + 32 * k + lane, true, make_floor(source, now[k]),

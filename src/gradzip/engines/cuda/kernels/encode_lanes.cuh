@@ -149,16 +149,6 @@ DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, bool 
     lanes.push_exponent(q.e, entry, escapes);
 }
 
-// Has what four rows are made of brought to the L2 cache; `s` points to this lane's place in other four rows.
-template <int FLOOR>
-DEVICE void prefetch_rows(const Source<Float32, FLOOR>& s, int by, u32 lane) {
-    int at = by - (int)lane + 32 * (int)(lane & 3);
-    if (lane < 4) prefetch(s.x + at);
-    else if (lane < 8 && FLOOR == kInt8Floor) prefetch(s.given + at);
-    else if (lane < 8) prefetch(s.theta + at);
-    else if (lane < 12 && FLOOR == kSecondFloor) prefetch(s.second + at);
-}
-
 // Pushes all rows, the last one first. While four rows are coded, the next four are on their way.
 template <int CODING, int FLOOR>
 DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first, Lanes& lanes, u32* escapes) {
@@ -191,7 +181,6 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         for (int k = 0; k < 4; k++) now[k] = next[k];
         if (row > 0) {
             ahead.move(-128);
-            prefetch_rows(ahead, row >= 640 ? -512 : -(int)row + 128, lane);
             for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
         }
         Mapped q[4];
@@ -290,6 +279,11 @@ DEVICE void encode_lanes(const Args& a) {
         if (ticket >= (u32)a.groups) return;
         Turn turn = turn_of(a, ticket);
         Source<Float32, FLOOR> source(a, *turn.tensor, turn.start);
+        if (a.small) {
+            prefetch_stretch(source.x, 4 * (u32)turn.n);
+            if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)turn.n);
+            if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)turn.n);
+        }
         LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, table, room, slot);
         __threadfence_block();
         __syncwarp();
