@@ -93,11 +93,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def available_engines() -> list[str]:
-    """The engines that run here at full speed; triton's interpreter is too slow, and is not loaded unasked."""
+    """The engines that run here at full speed."""
     names = []
     for name in engines.NAMES:
-        if name == "triton" and not torch.cuda.is_available():
-            continue
         try:
             engines.load(name)
         except EngineError:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .. import engines
 from ..bench import codec as codec_bench
+from ..bench import gpu as gpu_bench
 from ..bench.codec import Result
 from ..bench.sample import Sample
 from ..codecs import parse
@@ -54,6 +55,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--codecs", metavar="A;B;C", help=f"what to measure (default: {DEFAULT_CODECS})")
     parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp")
     parser.add_argument("--isa", metavar="I", help="force this instruction set; `gradzip doctor` lists them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: GComp on the GPU, by size")
+    parser.add_argument("--sizes", metavar="MIB", help="sizes for --device cuda, in MiB, as 4,16,1024")
     parser.add_argument("--rounds", type=count, default=codec_bench.ROUNDS, metavar="N", help="best of N (default: 9)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also append the rows to FILE")
     add_json(parser)
@@ -61,7 +64,34 @@ def add(commands: Commands) -> None:
     net.add(kinds)
 
 
+_GPU_COLUMNS = (
+    Column("codec", "codec"),
+    Column("mib", "MiB", number(0), right=True),
+    Column("chunks", "chunks", right=True),
+    Column("ratio", "ratio", number(3), right=True),
+    Column("encode_gbps", "encode\nGB/s", number(1), right=True),
+    Column("decode_gbps", "decode\nGB/s", number(1), right=True),
+    Column("copy_gbps", "copy\nGB/s", number(1), right=True),
+    Column("encode_floor", "encode /\nmemory", number(2), right=True),
+    Column("decode_floor", "decode /\nmemory", number(2), right=True),
+)
+
+
+def run_gpu(args: argparse.Namespace) -> int:
+    sample = Sample.load(args.input, args.values) if args.input else builtin(args.values)
+    sizes = tuple(int(size) for size in args.sizes.split(",")) if args.sizes else gpu_bench.SIZES
+    names = [name for name in (args.codecs or gpu_bench.DEFAULT_CODECS).split(";") if name.strip()]
+    rows = [dataclasses.asdict(result) for result in gpu_bench.measure(names, sample, sizes)]
+    if args.csv:
+        append_csv(args.csv, rows)
+    title = f"GComp on {rows[0]['device']}; GB/s of raw input, {sample.name} repeated to each size"
+    show(title, _GPU_COLUMNS, rows, as_json=args.json)
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        return run_gpu(args)
     with engines.use(args.engine), _instruction_set(args.isa):
         sample = Sample.load(args.input, args.values) if args.input else builtin(args.values)
         specs = [spec for spec in (args.codecs or DEFAULT_CODECS).split(";") if spec.strip()]

@@ -54,7 +54,6 @@ def checks() -> Iterator[Row]:
     for name in engines.NAMES:
         yield _engine(name)
     yield _override()
-    yield _library("triton", "gpu", "codes CUDA tensors")
     yield _library("zstandard", "baselines", "for comparison")
     yield _library("lz4", "baselines", "for comparison")
 
@@ -78,7 +77,7 @@ def _gpu() -> Row:
 
 def _engine(name: str) -> Row:
     what = f"engine {name}"
-    if name == "triton" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         return _found(what, "not used: it codes CUDA tensors, and there is no CUDA device", "absent")
     try:
         engine = engines.load(name)
@@ -94,7 +93,7 @@ def _engine(name: str) -> Row:
 def _self_test(name: str) -> None:
     """The engine's bytes must be the reference engine's, and must decode to what went in."""
     x = torch.linspace(-1e-3, 1e-3, 10_000)
-    device = "cuda" if name == "triton" else "cpu"
+    device = "cuda" if name == "cuda" else "cpu"
     codec = codecs.parse("gcomp:mode=lossless")
     with engines.use("reference"):
         expected = codec.encode(x, Context())

@@ -77,9 +77,7 @@ def encode_many(
     """`encode` of several tensors in as few launches as possible, and one wait."""
     floors, lengths = floors or [None] * len(xs), lengths or [None] * len(xs)
     parts = [
-        Part(
-            x, _aligned_room(out), 0, _needed_floor(x, job, floor), None if given is None else _on(given, x.device)
-        )
+        Part(x, _aligned_room(out), 0, _needed_floor(x, job, floor), None if given is None else _on(given, x.device))
         for x, out, floor, given in zip(xs, outs, floors, lengths)
     ]
     sizes = _encode(parts, job)
@@ -125,7 +123,9 @@ def decode_many(
                 one = [part]
                 other = _decode(one, coding, shift)
                 if other == NEAR:
-                    raise Unsupported("decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them")
+                    raise Unsupported(
+                        "decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them"
+                    )
                 if other is not None:
                     _decode(one, other, shift)
 
@@ -155,7 +155,9 @@ def decode_add_encode(
     tables = incoming.body if lengths is None and book is None else None
     given = lengths if lengths is not None else book
     room = _aligned_room(out)
-    writing = Launch([Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job, encodes=True)
+    writing = Launch(
+        [Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job, encodes=True
+    )
     writing.run()
     (size,), status = writing.finish()
     _raise_faults(status)
@@ -265,7 +267,6 @@ def _raise_faults(status: int) -> None:
     for bit, error, message in _FAULTS:
         if status & bit:
             raise error(message)
-
 
 
 def require_device() -> None:

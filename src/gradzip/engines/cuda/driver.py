@@ -130,8 +130,8 @@ class Device:
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._context = ctypes.c_void_p()
         _check(_cuda().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), self._index), "using the GPU's context")
-        self._shared_per_group = properties.shared_memory_per_block_optin
-        self._shared_in_all = properties.shared_memory_per_multiprocessor
+        self._shared_per_group: int = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
+        self._shared_in_all: int = properties.shared_memory_per_multiprocessor
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
 
     def _enter(self) -> None:
@@ -147,7 +147,9 @@ class Device:
         binary = _binary(kernel, threads, self._architecture)
         module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
-        _check(_cuda().cuModuleGetFunction(ctypes.byref(function), module, _entry(kernel).encode()), f"finding {kernel}")
+        _check(
+            _cuda().cuModuleGetFunction(ctypes.byref(function), module, _entry(kernel).encode()), f"finding {kernel}"
+        )
         if shared:
             _check(_cuda().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"shared memory for {kernel}")
         code = _cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -168,7 +170,9 @@ class Device:
     def stream(self) -> int:
         return torch.cuda.current_stream(self._index).cuda_stream
 
-    def launch(self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int) -> None:
+    def launch(
+        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+    ) -> None:
         """Runs a kernel that has been loaded; `arguments` are copied before this returns."""
         function, shared = self._functions[kernel]
         self._enter()

@@ -34,6 +34,8 @@ _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 class Launcher(Protocol):
     """A device that kernels run on."""
 
+    def __hash__(self) -> int: ...
+
     def launch(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
     ) -> None:
