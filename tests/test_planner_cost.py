@@ -53,6 +53,12 @@ def test_the_work_of_hosts_does_not_shrink_with_a_faster_network() -> None:
     assert fast.s_per_byte == pytest.approx(1.5 * 8 / 1e11 + 3e-9, rel=1e-6)
 
 
+def test_a_link_that_is_used_badly_is_so_at_a_lower_rate_too() -> None:
+    half = Collective("ar", "inter", 4, line(1e-4, 2 * 1.5 * 8 / 1e9))
+    slow = network(rate=1e8, collectives=(half,)).cost("ar", "flat")
+    assert slow.s_per_byte == pytest.approx(2 * 1.5 * 8 / 1e8, rel=1e-6)
+
+
 def test_a_nominal_rate_is_reached_as_far_as_it_was() -> None:
     net = network(
         rate=2e9,
