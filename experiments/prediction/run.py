@@ -1,6 +1,7 @@
 """Prediction against measurement on emulated networks. Needs root or user namespaces; takes about ten minutes.
 
     python experiments/prediction/run.py [--again]     --again: with the profiles that are there
+    python experiments/prediction/run.py --tables      only the table of README.md
 
 1. `gradzip profile` of each model on 4 hosts at 1 Gbit/s, and only there.
 2. From these profiles: the step of each plan at 100 Mbit/s, 1 and 2.5 Gbit/s, and the planner's own choice for each.
@@ -131,6 +132,28 @@ def summary(rows: list[dict[str, str]]) -> list[str]:
     return lines
 
 
+def read() -> list[dict[str, str]]:
+    return list(csv.DictReader((HERE / "results.csv").read_text().splitlines()))
+
+
+def filled(text: str) -> str:
+    """README.md with its table made anew."""
+    rows = read()
+    lines = [f"{summary(rows)[0]}.", "", "| model | rate | plan | predicted s | measured s | spread | error |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for r in rows:
+        error = 100 * (float(r["predicted_s"]) / float(r["measured_s"]) - 1)
+        times = f"{float(r['predicted_s']):.2f} | {float(r['measured_s']):.2f}"
+        spread = f"{float(r['least_s']):.2f}–{float(r['most_s']):.2f}"
+        lines.append(f"| {r['model']} | {r['rate']} | {r['plan']} | {times} | {spread} | {error:+.0f} % |")
+    before, _, rest = text.partition("<!-- table -->\n")
+    after = rest.partition("\n<!-- end -->")[2]
+    return f"{before}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end -->{after}"
+
+
 if __name__ == "__main__":
-    main()
-    print(*summary(list(csv.DictReader((HERE / "results.csv").read_text().splitlines()))), sep="\n")
+    if "--tables" not in sys.argv:
+        main()
+    readme = HERE / "README.md"
+    readme.write_text(filled(readme.read_text()))
+    print(*summary(read()), sep="\n")
