@@ -108,9 +108,13 @@ def _binary(kernel: str, threads: int, architecture: str) -> bytes:
 @cache
 def _cuda() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError as cause:
         raise EngineError(f"the CUDA driver is not found: {cause}") from cause
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuStreamSynchronize.argtypes = library.cuCtxGetCurrent.argtypes = [pointer]
+    return library
 
 
 def _check(code: int, what: str) -> None:
@@ -177,9 +181,9 @@ class Device:
         function, shared = self._functions[kernel]
         self._enter()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        where = ctypes.c_void_p(stream)
-        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, where, pointers, None)
-        _check(code, f"launching {kernel}")
+        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        if code:
+            _check(code, f"launching {kernel}")
 
     def wait(self, stream: int) -> None:
-        _check(_cuda().cuStreamSynchronize(ctypes.c_void_p(stream)), "a kernel of the cuda engine")
+        _check(_cuda().cuStreamSynchronize(stream), "a kernel of the cuda engine")
