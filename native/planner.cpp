@@ -257,6 +257,8 @@ struct gz_planner {
 
 extern "C" {
 
+GZ_API int32_t gz_plan_version(void) { return GZ_PLAN_VERSION; }
+
 GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem) { return new gz_planner(*problem); }
 
 GZ_API void gz_plan_close(gz_planner* planner) { delete planner; }

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .. import engines
 from ..errors import EngineError
 
+VERSION = 1  # of native/planner.h
 Plan = npt.NDArray[np.int32]  # for each decision, the number of its option
 
 
@@ -47,7 +48,7 @@ class Tables:
 
 def _library() -> ctypes.CDLL:
     library: ctypes.CDLL = engines.load("native")._library
-    if not hasattr(library, "gz_plan_open"):
+    if not hasattr(library, "gz_plan_version") or library.gz_plan_version() != VERSION:
         raise EngineError(
             "the native library is older than this planner: build it again (`make native` or `make setup`)"
         )
