@@ -18,7 +18,7 @@ from gradzip.cli import table
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
 
-COMMANDS = [["doctor"], ["codecs"], ["bench"], ["bench", "codec"], ["emulate"], ["profile"], ["plan"], ["demo"]]
+COMMANDS = [["doctor"], ["codecs"], ["bench"], ["bench", "codec"], ["emulate"], ["profile"], ["plan"], ["report"], ["demo"]]
 TINY = capture.ModelSize(width=32, blocks=1, batch=1)
 
 

@@ -36,6 +36,7 @@ LAYERS = {
     "hooks": 8,
     "capture": 8,
     "bench": 9,
+    "report": 9,
     "": 10,  # gradzip itself: the public names
     "cli": 11,
     "__main__": 12,

@@ -8,6 +8,7 @@ GradzipError
 ├── EngineError        an engine was asked for by name and is not there
 ├── PeerError          another rank is dead, differs from this one, or failed
 ├── PlanError (also ValueError)    a profile or plan cannot be used: damaged, of another model, or for no such cluster
+├── ReportError (also ValueError)  a run cannot be shown: its file is damaged, or holds no run
 └── EmulationError     hosts cannot be emulated on this machine, or not like this
 
 GradzipWarning (a UserWarning) is the category of its warnings: training goes on, but less is gained than could be.
@@ -51,6 +52,10 @@ class EmulationError(GradzipError, RuntimeError):
 
 class PlanError(GradzipError, ValueError):
     """A profile or a plan cannot be used; the message names the entry, or what does not fit."""
+
+
+class ReportError(GradzipError, ValueError):
+    """The record of a run cannot be read; the message names file and line."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

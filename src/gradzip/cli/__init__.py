@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import GradzipError
-from . import bench, codecs, demo, doctor, emulate, plan, profile
+from . import bench, codecs, demo, doctor, emulate, plan, profile, report
 
-_COMMANDS = (doctor, codecs, bench, emulate, profile, plan, demo)
+_COMMANDS = (doctor, codecs, bench, emulate, profile, plan, report, demo)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,72 @@
+"""What gradients look like, layer by layer: how many zeros, which exponents, how much each codec saves.
+
+The exponents, the zeros and the levels are what GComp's saving rests on (SoCC '24): few exponents are frequent, and
+many values are so small against their parameter that 6, 12 or 18 bits of their mantissa cannot move it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import sensitivity
+from ..codecs import Codec, Context, parse
+from ..codecs.gcomp import GComp
+from ..engines.reference_values import paper_levels
+from ..feedback import clean_name
+
+LEVELS = (0, 6, 12, 18)  # bits of the mantissa that paper mode cuts
+
+
+def describe(model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """One entry per parameter that has a gradient; `ratios` by codec, `exponents` and `levels` as counts."""
+    reaches = sensitivity.reaches(optimizer)
+    offered = [parse(text) for text in codecs]
+    rules = {codec: sensitivity.rules(optimizer, codec.ulps) for codec in offered if _near(codec)}
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.detach().cpu().float().contiguous()
+        exponents = _exponents(gradient)
+        values, counts = np.unique(exponents[exponents >= 0].numpy(), return_counts=True)
+        entry: dict[str, Any] = {
+            "name": clean_name(name),
+            "numel": gradient.numel(),
+            "zeros": float((gradient == 0).float().mean()) if gradient.numel() else 0.0,
+            "exponents": {str(int(e) - 127): int(n) for e, n in zip(values, counts)},
+            "ratios": {},
+        }
+        if parameter in reaches:
+            entry["levels"] = _levels(exponents, reaches[parameter].reshape(-1))
+        for codec in offered:
+            floor = rules[codec].get(parameter) if _near(codec) else None
+            exact = _near(codec) and floor is None  # nothing is known of this parameter: attach sends it lossless, too
+            payload = (parse("gcomp:mode=lossless") if exact else codec).encode(
+                gradient.reshape(-1), Context(floor=floor)
+            )
+            entry["ratios"][str(codec)] = gradient.numel() * gradient.element_size() / max(1, payload.numel())
+        found.append(entry)
+    return found
+
+
+def _near(codec: Codec) -> TypeGuard[GComp]:
+    return isinstance(codec, GComp) and codec.mode == "near"
+
+
+def _exponents(gradient: torch.Tensor) -> torch.Tensor:
+    """The exponent field of each value; -1 for zeros, which have a code of their own."""
+    field = (gradient.reshape(-1).view(torch.int32) >> 23) & 0xFF
+    return torch.where(gradient.reshape(-1) == 0, -1, field)
+
+
+def _levels(exponents: torch.Tensor, reach: torch.Tensor) -> list[int]:
+    """How many values lose 0, 6, 12 and 18 bits in paper mode; zeros are not counted."""
+    there = exponents >= 0
+    level = paper_levels(exponents[there].numpy(), reach.cpu()[there].numpy())
+    return [int(n) for n in np.bincount(level, minlength=len(LEVELS))]

@@ -1,0 +1,55 @@
+"""The timeline of one step, as the planner predicts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import ReportError
+from ..plan import Plan
+from ..planner.answer import Request
+from ..planner.choices import Limits
+from ..planner.network import Topology
+from ..planner.perfetto import Span, predicted
+from ..planner.problem import Problem
+from ..planner.profile import Profile
+from ..planner.units import DDP_BUCKET
+
+
+@dataclass(frozen=True)
+class Story:
+    """What one step does, as spans on tracks; seconds after the start of backward."""
+
+    name: str
+    about: str
+    spans: list[Span] = field(default_factory=list)
+
+
+def stories(profile: Profile, plan: Plan | None = None) -> list[Story]:
+    """Backward with plain all-reduce, and with the plan, on the cluster of the profile."""
+    codecs = tuple(sorted({o.codec for o in plan.options.values()} - {"identity"})) if plan else ()
+    missing = [codec for codec in codecs if codec not in {str(c.codec) for c in profile.codecs.values()}]
+    if missing:
+        raise ReportError(f"the profile has no costs of {missing[0]}, which the plan uses: profile it with --codec")
+    bucket = profile.bucket_bytes or DDP_BUCKET
+    if plan is not None and plan.bucket_cap_mb:
+        bucket = int(plan.bucket_cap_mb * (1 << 20))
+    problem = Request(profile, Topology.of(profile), Limits(codecs=codecs, lossy=True), bucket).problem()
+    found = [_story("predicted, plain all-reduce", problem, problem.uniform(0))]
+    if plan is not None:
+        numbers = []
+        for unit in problem.units:
+            option = plan.option(unit.tensors[0].name, unit.tensors[0].shape)
+            if option not in problem.number:
+                raise ReportError(f"the planner does not know {option} on this cluster: plan again from this profile")
+            numbers.append(problem.number[option])
+        found.append(_story("predicted, with the plan", problem, np.array(numbers, np.int32)))
+    return found
+
+
+def _story(name: str, problem: Problem, numbers: np.ndarray) -> Story:
+    timeline = problem.timeline(numbers)
+    names = [str(problem.units[i]) for i in problem.tables.decisions]
+    about = f"Backward takes {timeline.compute_s * 1e3:.1f} ms, the exchange adds {timeline.exposed_s * 1e3:.1f} ms."
+    return Story(name, about, predicted(timeline, names))

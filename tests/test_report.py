@@ -1,0 +1,239 @@
+"""The report: what is recorded is what is shown, in one file that loads nothing and that a browser likes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradzip import Option, Plan, cli
+from gradzip.errors import ReportError
+from gradzip.planner import models
+from gradzip.report import Recorder, Run, page, read, svg
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+VOID = {"meta", "br", "path", "rect"}
+CODECS = ["gcomp", "gcomp:mode=lossless", "topk"]
+
+
+class Handle:
+    """Stands in for attach's: sends 1000 of 4000 bytes with each step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def stats(self) -> dict[str, float]:
+        self.steps += 1
+        sent, raw = 1_000_000 * self.steps, 4_000_000 * self.steps
+        return {"steps": self.steps, "bytes_sent": sent, "bytes_raw": raw, "coding_seconds": 0.002 * self.steps}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name in ("plain", "<gcomp> & co"):
+        recorder = Recorder(path, name, Handle(), compute_seconds=1e-9, identical=name != "plain")
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 30)).square().mean()
+            loss.backward()
+            if name != "plain" and step in (1, 8):
+                recorder.gradients(model, optimizer, CODECS)
+            optimizer.step()
+            recorder(loss=loss.item())
+    return path
+
+
+class Checker(HTMLParser):
+    """Every element is closed, in order; keeps the text and the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID or tag in self.open[-1:]:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def checked(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+def test_what_is_recorded_is_read(recorded: Path) -> None:
+    plain, coded = read([recorded])
+    assert (plain.name, coded.name) == ("plain", "<gcomp> & co")
+    assert [s["step"] for s in coded.steps] == list(range(1, 9))
+    assert coded.bytes_per_step() == 1_000_000
+    assert coded.per_step("coding_seconds") == pytest.approx(0.002)
+    assert [step for step, _ in coded.layers] == [1, 8]
+    assert plain.layers == []
+    parts = coded.breakdown()
+    assert parts is not None
+    assert sum(parts.values()) == pytest.approx(coded.step_seconds())
+    weight = coded.layers[-1][1][0]
+    assert (weight["name"], weight["numel"]) == ("0.weight", 1200)
+    assert sum(weight["exponents"].values()) == sum(weight["levels"]) == round(1200 * (1 - weight["zeros"]))
+    assert weight["ratios"]["topk"] > weight["ratios"]["gcomp"] > weight["ratios"]["gcomp:mode=lossless"]
+
+
+def test_the_page_parses_holds_the_numbers_and_loads_nothing(recorded: Path) -> None:
+    runs = read([recorded])
+    plan = Plan({"head.weight": Option("gcomp:keep=7")}, {"head.weight": (10, 10)}, "Net", 25.0, {"step_s": 0.0123})
+    text = page(runs, title="A <title>", lead="said first", plan=plan)
+    found = checked(text)
+    words = " ".join(found.words)
+    for expected in ("1.00 MB", "A <title>", "said first", "<gcomp> & co", "identical", "DIFFER", "gcomp:keep=7"):
+        assert expected in words, expected
+    for run in runs:
+        loss, step = run.final_loss(), run.step_seconds()
+        assert loss is not None
+        assert step is not None
+        assert f"{loss:.3f}" in words
+        assert f"{step * 1e3:.1f}" in words
+    headings = ["Where a step's time goes", "What one rank sends in a step", "Loss against time"]
+    assert [w for w in found.words if w in headings] == headings, "these come first, in this order"
+    assert words.index("Loss against time") < words.index("Ratio of each layer")
+    assert "0.weight" in words
+    assert_loads_nothing(text, found)
+
+
+def assert_loads_nothing(text: str, found: Checker) -> None:
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", text)
+    for tag, attributes in found.seen:
+        assert tag not in ("link", "img", "iframe", "object")
+        assert not {"src", "href", "xlink:href"} & set(attributes), tag
+
+
+def test_a_run_without_measurements_says_so() -> None:
+    text = page([Run("empty")])
+    checked(text)
+    assert text.count("nothing was recorded for this chart") == 3
+
+
+def test_a_prediction_is_shown_without_steps() -> None:
+    about = {"step_seconds": 0.2, "compute_seconds": 0.05, "coding_seconds": 0.01, "bytes_per_step": 2e6}
+    run = Run("keep=7, predicted", about)
+    assert run.breakdown() == pytest.approx({"compute": 0.05, "coding": 0.01, "wire": 0.14})
+    assert "200.0 ms" in page([run])
+
+
+def test_names_that_repeat_are_told_apart(recorded: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl"
+    again.write_text('{"step": 1, "seconds": 1}\n\n{"step": 3, "seconds": 2, "loss": NaN}\n')
+    runs = read([recorded, recorded, again])
+    assert [run.name for run in runs][1:] == ["<gcomp> & co", "plain (2)", "<gcomp> & co (2)", "again"]
+    assert runs[-1].step_seconds() == 0.5, "a step that was left out"
+    assert runs[-1].series("step", "loss") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no run"),
+        ("{", "line 1 is no JSON"),
+        ("[]", "line 1 is no JSON object"),
+        ('{"schema": "gradzip-run", "version": 2}', "another schema or version"),
+        ('{"loss": 1}', "names no step"),
+    ],
+)
+def test_files_that_cannot_be_shown(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read([path])
+    with pytest.raises(ReportError, match="cannot read the run"):
+        read([tmp_path / "absent"])
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=30), st.text(max_size=9))
+def test_any_numbers_and_names_can_be_drawn(points: list[tuple[float, float]], name: str) -> None:
+    printable = "".join(c for c in name if c.isprintable())
+    drawn = svg.lines("t", [svg.Series(printable, points)], "x", "y") + svg.key([printable], lines=True)
+    drawn += svg.stacked_bars("t", {printable: {"a": abs(points[0][0]), "b": abs(points[0][1])}}, "ms", {})
+    checked(drawn)
+    assert "nan" not in drawn.replace(printable, "")
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_axes_have_a_few_round_numbers(low: float, width: float) -> None:
+    high = low + width
+    if high - low < 1e-9 * abs(low) or high <= low:
+        return
+    found = svg.ticks(low, high)
+    assert 1 <= len(found) <= 12
+    assert all(low - width * 1e-6 <= t <= high + width * 1e-6 for t in found)
+
+
+def test_the_command_writes_the_file(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.html"
+    assert cli.main(["report", str(recorded), "--out", str(out), "--json"]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert [row["run"] for row in shown["rows"]] == ["plain", "<gcomp> & co"]
+    checked(out.read_text())
+    assert cli.main(["report", str(recorded), "--out", str(tmp_path)]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_predicted_timeline_is_that_of_the_plan(recorded: Path, tmp_path: Path) -> None:
+    profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    models.load("resnet50").save(profile)
+    assert cli.main(["plan", str(profile), "--inter", "1gbit", "--out", str(plan)]) == 0
+    out = tmp_path / "report.html"
+    assert cli.main(["report", str(recorded), "--profile", str(profile), "--plan", str(plan), "--out", str(out)]) == 0
+    found = checked(out.read_text())
+    words = " ".join(found.words)
+    assert "Timeline of a step: predicted, plain all-reduce" in words
+    assert "Timeline of a step: predicted, with the plan" in words
+    assert_loads_nothing(out.read_text(), found)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (apt install chromium): the report is not looked at")
+def test_a_browser_shows_it_without_a_word(recorded: Path, tmp_path: Path) -> None:
+    """Nothing on the console, everything laid out within the width of a phone."""
+    out = tmp_path / "report.html"
+    asks = "<script>console.log('WIDTH', document.documentElement.scrollWidth, document.body.innerText.length)</script>"
+    out.write_text(page(read([recorded])).replace("</body>", f"{asks}</body>"))
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=500,900"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--no-first-run", "--disable-background-networking"]
+    picture = tmp_path / "picture.png"
+    done = subprocess.run(
+        [CHROMIUM, *flags, f"--screenshot={picture}", out.as_uri()], capture_output=True, text=True, timeout=100
+    )
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert len(said) == 1, said or done.stderr
+    width, characters = map(int, re.findall(r"WIDTH (\d+) (\d+)", said[0])[0])
+    assert width <= 500
+    assert characters > 300
+    assert picture.stat().st_size > 10_000
