@@ -61,37 +61,39 @@ class Simulator {
         log = events;
         if (log) log->clear();
         for (auto& queue : queues) queue.clear();
-        running_count = 0;
+        running.clear();
         busy = 0;
         computed = 0;
         computing = false;
         most_rounds = 0;
         for (int32_t u = 0; u < p.units; u++) {
             asked[u] = -1;
-            if (round_count[plan[u]] > most_rounds) most_rounds = round_count[plan[u]];
+            const int32_t option = plan[p.decisions[u]];
+            if (round_count[option] > most_rounds) most_rounds = round_count[option];
         }
         std::memset(issued.data(), 0, issued.size() * sizeof issued[0]);
         double end = 0.0;
         dispatch(plan, 0.0);
-        while (running_count) {
+        while (!running.empty()) {
             double now = running[0].end;
-            for (int i = 1; i < running_count; i++)
-                if (running[i].end < now) now = running[i].end;
+            for (const Running& r : running)
+                if (r.end < now) now = r.end;
             end = now;
             if (end > limit) return kNever;
             arrivals.clear();
-            for (int i = 0; i < running_count;) {
+            for (size_t i = 0; i < running.size();) {
                 if (running[i].end != now) {
                     i++;
                     continue;
                 }
                 const Running done = running[i];
-                running[i] = running[--running_count];
+                running[i] = running.back();
+                running.pop_back();
                 busy &= (uint8_t)~done.resources;
                 complete(plan, done);
             }
             release(plan);
-            enqueue(plan);
+            enqueue(plan, now);
             dispatch(plan, now);
         }
         return end;
@@ -100,8 +102,7 @@ class Simulator {
   private:
     const gz_plan_problem& p;
     Queue queues[kResources];
-    Running running[kResources];
-    int running_count = 0;
+    std::vector<Running> running;  // one for each resource at the most, and delays
     uint8_t busy = 0;
     int32_t computed = 0;
     bool computing = false;
@@ -118,7 +119,7 @@ class Simulator {
             computed++;
             computing = false;
         }
-        const int32_t option = plan[done.unit];
+        const int32_t option = plan[p.decisions[done.unit]];
         const int step = done.step + 1;
         if (option == p.options || step == p.counts[option]) return;
         step_of[done.unit] = (int16_t)step;
@@ -131,7 +132,7 @@ class Simulator {
     void release(const int32_t* plan) {
         for (int k = 0; k < most_rounds; k++)
             for (int32_t& unit = issued[k]; unit < computed; unit++) {
-                const int32_t option = plan[unit];
+                const int32_t option = plan[p.decisions[unit]];
                 if (k >= round_count[option]) continue;
                 if (asked[unit] != rounds[(size_t)option * p.stride + k]) break;
                 asked[unit] = -1;
@@ -139,18 +140,20 @@ class Simulator {
             }
     }
 
-    void enqueue(const int32_t* plan) {
+    void enqueue(const int32_t* plan, double now) {
         for (size_t i = 1; i < arrivals.size(); i++)  // a handful, nearly sorted
             for (size_t j = i; j > 0 && arrivals[j] < arrivals[j - 1]; j--) std::swap(arrivals[j], arrivals[j - 1]);
         for (int32_t unit : arrivals) {
-            const uint8_t wanted = mask(plan[unit], step_of[unit]);
+            const int32_t option = plan[p.decisions[unit]];
+            const uint8_t wanted = mask(option, step_of[unit]);
+            if (!wanted) start(now, unit, step_of[unit], 0, duration(p, unit, option, step_of[unit]));
             for (int r = 0; r < kResources; r++)
                 if (wanted >> r & 1) queues[r].items.push_back(unit);
         }
     }
 
     void start(double now, int32_t unit, int step, uint8_t resources, double seconds) {
-        running[running_count++] = {now + seconds, unit, (int16_t)step, resources};
+        running.push_back({now + seconds, unit, (int16_t)step, resources});
         if (log) log->push_back({now, now + seconds, unit, (int16_t)step, resources});
         busy |= resources;
     }
@@ -160,7 +163,7 @@ class Simulator {
             if (busy >> r & 1 || queues[r].empty()) continue;
             const int32_t unit = queues[r].items[queues[r].head];
             const int step = step_of[unit];
-            const uint8_t wanted = mask(plan[unit], step);
+            const uint8_t wanted = mask(plan[p.decisions[unit]], step);
             if (busy & wanted) continue;
             bool first = true;
             for (int q = 0; q < kResources; q++)
@@ -168,7 +171,7 @@ class Simulator {
             if (!first) continue;
             for (int q = 0; q < kResources; q++)
                 if (wanted >> q & 1) queues[q].head++;
-            start(now, unit, step, wanted, duration(p, unit, plan[unit], step));
+            start(now, unit, step, wanted, duration(p, unit, plan[p.decisions[unit]], step));
         }
         if (!computing && computed < p.units && !(busy >> kGpu & 1) && queues[kGpu].empty()) {
             computing = true;
@@ -177,18 +180,18 @@ class Simulator {
     }
 };
 
-// Screening: the likely time of a plan when one unit takes another option, from the longest paths of the plan as it is.
+// Screening: the likely time of a plan when one decision is changed, from the longest paths of the plan as it is.
 // Exact as long as nothing changes its order; good enough to say which options are worth a simulation.
 class Screen {
   public:
-    Screen(const gz_plan_problem& p, const std::vector<Event>& events, int32_t unit) {
+    Screen(const gz_plan_problem& p, const std::vector<Event>& events, int32_t decision) {
         double next[kResources] = {};  // the longest path from the next event on a resource to the end
         double last[kResources] = {};
-        double free_at[kResources];    // when a resource that the unit does not use is done with what it does
+        double free_at[kResources];    // when a resource that the decision does not use is done with what it does
         bool used[kResources] = {};
         std::vector<double> following(p.units, 0.0);
-        for (const Event& e : events)
-            if (e.unit == unit && e.step < 0) ready = e.end;
+        for (size_t i = events.size(); i-- > 0;)
+            if (p.decisions[events[i].unit] == decision && events[i].step < 0) ready = events[i].end;
         for (int r = 0; r < kResources; r++) free_at[r] = ready;
         for (size_t i = events.size(); i-- > 0;) {
             const Event& e = events[i];
@@ -198,7 +201,7 @@ class Screen {
             const double whole = e.end - e.start + after;
             for (int r = 0; r < kResources; r++) {
                 if (!(e.resources >> r & 1)) continue;
-                if (e.unit == unit && e.step >= 0) {
+                if (p.decisions[e.unit] == decision && e.step >= 0) {
                     if (!used[r]) last[r] = next[r];
                     used[r] = true;
                     path[r] = e.start + last[r];  // events come last to first: the first use counts in the end
@@ -224,7 +227,7 @@ class Screen {
 
   private:
     double ready = 0.0;
-    double path[kResources] = {};  // the longest path through a unit's use of a resource, without that use itself
+    double path[kResources] = {};  // the longest path through a decision's use of a resource, without that use itself
 };
 
 // The work of every class and option on every resource; the last column is how long its tasks take together.
@@ -252,7 +255,7 @@ struct gz_planner {
     std::vector<int32_t> plan;
     std::vector<Event> events;
     std::vector<std::pair<double, int32_t>> likely;
-    explicit gz_planner(const gz_plan_problem& p) : problem(p), simulator(problem), work(works(p)), plan(p.units) {}
+    explicit gz_planner(const gz_plan_problem& p) : problem(p), simulator(problem), work(works(p)), plan(p.decision_count) {}
 };
 
 extern "C" {
@@ -271,22 +274,28 @@ GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* sta
     return time;
 }
 
-GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t unit, const int32_t* tried, int32_t count,
+GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t decision, const int32_t* tried, int32_t count,
                             int32_t simulated, double worth, double* time) {
     const gz_plan_problem& p = planner->problem;
     std::vector<int32_t>& changed = planner->plan;
-    changed.assign(plan, plan + p.units);
+    changed.assign(plan, plan + p.decision_count);
     auto& likely = planner->likely;
     likely.clear();
     if (simulated < count) {
-        changed[unit] = p.options;
+        changed[decision] = p.options;
         const double without = planner->simulator.run(changed.data(), kNever);
-        if (*time - without <= worth) return plan[unit];  // whatever it does, nothing is gained
+        if (*time - without <= worth) return plan[decision];  // whatever it does, nothing is gained
         planner->simulator.run(plan, kNever, &planner->events);
-        const Screen screen(p, planner->events, unit);
+        const Screen screen(p, planner->events, decision);
+        int32_t first = 0;
+        while (p.decisions[first] != decision) first++;
         for (int32_t i = 0; i < count; i++) {
-            const int64_t row = (int64_t)p.classes[unit] * p.options + tried[i];
-            const double estimate = screen.estimate(planner->work.data() + row * (kResources + 1));
+            double work[kResources + 1] = {};
+            for (int32_t u = first; u < p.units && p.decisions[u] == decision; u++) {
+                const int64_t row = (int64_t)p.classes[u] * p.options + tried[i];
+                for (int r = 0; r <= kResources; r++) work[r] += planner->work[row * (kResources + 1) + r];
+            }
+            const double estimate = screen.estimate(work);
             likely.emplace_back(estimate > without ? estimate : without, tried[i]);
         }
         std::partial_sort(likely.begin(), likely.begin() + simulated, likely.end());
@@ -294,10 +303,10 @@ GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t un
     } else {
         for (int32_t i = 0; i < count; i++) likely.emplace_back(0.0, tried[i]);
     }
-    int32_t best = plan[unit];
+    int32_t best = plan[decision];
     for (const auto& candidate : likely) {
-        if (candidate.second == plan[unit]) continue;
-        changed[unit] = candidate.second;
+        if (candidate.second == plan[decision]) continue;
+        changed[decision] = candidate.second;
         const double found = planner->simulator.run(changed.data(), *time);
         if (found < *time) {
             *time = found;
@@ -310,7 +319,7 @@ GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t un
 GZ_API int64_t gz_plan_offload(gz_planner* planner, int32_t* plan, int32_t groups, const int32_t* starts,
                                const int32_t* members, const int32_t* offloaded, double* time) {
     std::vector<int32_t>& changed = planner->plan;
-    changed.assign(plan, plan + planner->problem.units);
+    changed.assign(plan, plan + planner->problem.decision_count);
     std::vector<int32_t> best = changed;
     std::vector<int32_t> counts(groups, 0);
     int64_t tried = 0;
