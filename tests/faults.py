@@ -108,7 +108,7 @@ def run(fault: str) -> dict[str, Any]:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+            process.communicate()
 
 
 def main() -> None:

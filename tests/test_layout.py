@@ -31,6 +31,7 @@ LAYERS = {
     "accordion": 5,
     "collectives": 5,
     "checks": 6,
+    "refresh": 6,
     "planner": 6,
     "backward": 7,
     "hooks": 8,

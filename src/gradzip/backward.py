@@ -11,15 +11,17 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from . import checks
 from .codecs import Codec, Context
+from .codecs.gcomp import GComp
 from .collectives import Channel, Message, Outcome, average_plainly, submit
 from .engines.layout import Floor
 from .feedback import Memory
+from .refresh import SharedBook
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -59,6 +61,7 @@ class Backward:
     memory: Memory
     on_end: Callable[[Backward], None]
     check: bool = False  # compare the results of all ranks at the end
+    books: SharedBook = field(default_factory=SharedBook)
     totals: Outcome = field(default_factory=Outcome)
     raw_bytes: int = 0  # of the buckets
 
@@ -70,6 +73,11 @@ class Backward:
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
         self._floors: checks.FloorCheck | None = None
+        shares = [way.codec.limit for way in self.ways.values() if shares_book(way.codec)]
+        self._limit = min(shares) if shares else 0  # of codes in the shared book; 0: nobody uses one
+        self._book = self.books.at(self.number) if shares else None
+        wanted = bool(shares) and self.books.wants(self.number)
+        self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
 
     def take(self, buffer: torch.Tensor, named: list[tuple[str, torch.Tensor]], last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
@@ -94,6 +102,9 @@ class Backward:
             if last:
                 for message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
                     self._start(None, functools.partial(submit, message, self.channel))
+        if last and self._counts is not None:
+            refresh = functools.partial(self.books.refresh, self._counts, self.number, self._limit, self.channel)
+            self._start(None, refresh)
         if last and self.check:
             checks.compare_results(self._results, self.number, self._complete, self.channel, self._checked)
         if last:
@@ -114,9 +125,18 @@ class Backward:
             key = (way.codec, way.route, gradient.dtype)
             if key not in messages:
                 messages[key] = Message(
-                    way.codec, way.route, [], [], self.memory, self.scale, self.words, ready, self._must_be_lossless
+                    way.codec,
+                    way.route,
+                    [],
+                    [],
+                    self.memory,
+                    self.scale,
+                    self.words,
+                    ready,
+                    self._counts if shares_book(way.codec) else None,
+                    self._must_be_lossless,
                 )
-            state = self.memory.state(name, way.codec.name)
+            state = {"book": self._book} if shares_book(way.codec) else self.memory.state(name, way.codec.name)
             messages[key].tensors.append(gradient)
             messages[key].contexts.append(
                 Context(
@@ -137,7 +157,9 @@ class Backward:
         """At the beginning: whether all ranks would round to the same grid. What comes of it is known later."""
         floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
         if floors:
-            self._floors = checks.FloorCheck(floors, self.number, self.channel, warn)
+            cuda = self.channel.device.type == "cuda"
+            ready = torch.cuda.current_stream(self.channel.device).record_event() if cuda else None
+            self._floors = checks.FloorCheck(floors, self.number, self.channel, warn, ready)
 
     def _must_be_lossless(self) -> bool:
         """Waits for the other ranks' floors; True if they differ from this one's."""
@@ -188,6 +210,10 @@ class Backward:
         self.on_end(self)
         for ticket in list(self._tickets):
             _give(ticket, error)
+
+
+def shares_book(codec: Codec) -> TypeGuard[GComp]:
+    return isinstance(codec, GComp) and codec.book == "shared"
 
 
 def _give(ticket: _Ticket, error: BaseException | None = None) -> None:

@@ -27,7 +27,10 @@ class FloorCheck:
         step: int,
         channel: Channel,
         warn: Callable[[str], None],
+        ready: torch.cuda.Event | None = None,
     ) -> None:
+        """`ready`: when parameters and optimizer state are, where they lie on a GPU."""
+        self._ready = ready
         self._known = threading.Event()
         self._differ = False
         self._names, self._warn = list(floors), warn
@@ -40,6 +43,8 @@ class FloorCheck:
         return not self._differ
 
     def _compare(self, floors: list[Floor | torch.Tensor], step: int, channel: Channel) -> Steps:
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
         sums = torch.tensor([_floor_sum(floor, step) for floor in floors])
         for rank, name in (yield from _differences(sums, self._names, channel)):
             self._differ = True

@@ -31,6 +31,7 @@ from .errors import GradzipWarning, PeerError, Unsupported
 from .feedback import Memory, Value, clean_name
 from .option import Option
 from .policy import Fixed, Policy, as_policy, small
+from .refresh import SharedBook
 from .routes import NAMED, Route
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class Handle:
         self._ways(policy, 1.0)  # complains now rather than in backward
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
         self._memory = Memory(self._channel.rank)
+        self._books = SharedBook()
         self._backward: Backward | None = None
         self._steps = 0
         self._totals, self._bytes_raw = collectives.Outcome(), 0
@@ -172,7 +174,7 @@ class Handle:
         self._drain()
         fixed: dict[str, Value] = {"version": STATE_VERSION, "steps": self._steps, "world_size": self._channel.world}
         planned: dict[str, Value] = {} if self.pilot is None else self.pilot.state_dict()
-        return fixed | planned | self._memory.state_dict()
+        return fixed | planned | self._books.state_dict() | self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         self._drain()
@@ -189,6 +191,7 @@ class Handle:
         if self.pilot is not None:
             self.pilot.load_state_dict(state)
         self._memory.load_state_dict(state)
+        self._books.load_state_dict(state)
 
     def detach(self) -> None:
         """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
@@ -263,7 +266,9 @@ class Handle:
         words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         plain = set(counts) == {"identity/allreduce"} and not self._memory.residuals
         check = os.environ.get(CHECK, "") not in ("", "0")
-        begun = Backward(self._steps, scale, ways, plain, words, self._channel, self._memory, self._end, check)
+        begun = Backward(
+            self._steps, scale, ways, plain, words, self._channel, self._memory, self._end, check, self._books
+        )
         begun.compare_floors(self._warn)
         return begun
 

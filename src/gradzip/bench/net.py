@@ -258,6 +258,16 @@ def _on(floor: Floor | torch.Tensor, device: torch.device) -> Floor | torch.Tens
     return Floor(floor.theta.detach().to(device), second, floor.c0, floor.c1, floor.c2)
 
 
+def sized(sample: Sample, count: int) -> Sample:
+    """The first values of a sample; where it has too few, it is repeated."""
+    times = -(-count // sample.values.numel())
+    snapshot = sample.snapshot
+    if snapshot is not None and times > 1:
+        state = [t.repeat(times)[:count] for t in (snapshot.gradient, snapshot.theta, snapshot.first, snapshot.second)]
+        snapshot = Snapshot(snapshot.step, snapshot.loss, snapshot.lr, *state)
+    return Sample(sample.name, sample.values.repeat(times)[:count], snapshot)
+
+
 def shared(sample: Sample | None) -> Sample:
     """Rank 0's sample on all ranks; the others pass None."""
     about: list[Any] = [None]

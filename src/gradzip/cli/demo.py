@@ -29,7 +29,6 @@ CODECS = (
 MOMENTS = {"early": 0.1, "middle": 0.5, "late": 1.0}
 
 
-
 def _error(error: float) -> str:
     return "exact" if error == 0 else f"{error:.0e}"
 

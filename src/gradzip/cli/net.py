@@ -47,7 +47,9 @@ def add(kinds: Commands) -> None:
         "exchange, then times it beside native all-reduces in FP32 and BF16, of the same rounds.",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy of float32, or raw float32")
-    parser.add_argument("--values", metavar="N,N", help="use the first N values, for each N (default: all)")
+    parser.add_argument(
+        "--values", metavar="N,N", help="use N values, for each N; a gradient that has fewer is repeated (default: all)"
+    )
     parser.add_argument(
         "--codecs", metavar="A;B;C", help=f"codecs, or options with routes (default: {DEFAULT_OPTIONS})"
     )
@@ -84,7 +86,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> int:
     options = [option for option in (args.codecs or DEFAULT_OPTIONS).split(";") if option.strip()]
     results: list[Result] = []
     for size in sizes:
-        bench = Bench(dataclasses.replace(sample, values=sample.values[:size]), device)
+        bench = Bench(net_bench.sized(sample, size), device)
         results += bench.measure(options, args.rounds)
     cards: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(cards, net_bench.identity_card(__version__))
@@ -93,7 +95,9 @@ def _measure(args: argparse.Namespace, device: torch.device) -> int:
         return 0
     rows = [row(result) for result in results]
     if args.csv:
-        append_csv(args.csv, [row | {"engine": cards[0]["engine"], "sample": sample.name} for row in rows])
+        network = os.environ.get("GRADZIP_NETWORK", "as it is")
+        common = {"network": network, "device": device.type, "engine": cards[0]["engine"], "sample": sample.name}
+        append_csv(args.csv, [common | row for row in rows])
     hosts = results[0].hosts
     title = (
         f"{len(cards)} ranks on {hosts} host{'s' * (hosts > 1)}, {sample.name}; {cards[0]['engine']} on {device.type}"

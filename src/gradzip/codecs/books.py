@@ -28,7 +28,11 @@ class Book:
 
 def make(histogram: torch.Tensor, limit: int = 8) -> Book:
     """The book of a (256,) histogram; its id follows from its lengths, so equal books have equal ids everywhere."""
-    lengths = torch.from_numpy(huffman.code_lengths(histogram.cpu().numpy(), limit))
+    return of_lengths(torch.from_numpy(huffman.code_lengths(histogram.cpu().numpy(), limit)))
+
+
+def of_lengths(lengths: torch.Tensor) -> Book:
+    """The book of these (256,) code lengths."""
     digest = hashlib.blake2b(lengths.numpy().tobytes(), digest_size=4).digest()
     return Book(max(2, int.from_bytes(digest, "little")), lengths)
 

@@ -96,6 +96,15 @@ class TensorCoder:
             if self._feeds_back:
                 self._lost.append(wide(x).clone())
 
+    def count_exponents(self, counts: torch.Tensor) -> None:
+        """Adds a sample of the symbols of these gradients to (256,) counts."""
+        assert isinstance(self.codec, GComp)
+        for x, ctx in zip(self._flat, self.contexts):
+            engine = engines.pick(x.device)
+            floor = ctx.floor if _near(self.codec) and x.dtype == torch.float32 else None
+            mode = self.codec if floor is not None or not _near(self.codec) else GComp(mode="lossless")
+            counts += engine.histogram(x.contiguous(), mode._job(ctx), floor).sum(0).cpu()
+
     def finish(self) -> None:
         """Notes what the gradients' own encodes lost. After all pieces."""
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):

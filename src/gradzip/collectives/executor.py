@@ -49,7 +49,7 @@ class Exchange:
 
 @dataclass
 class AllReduce:
-    """torch's own sum of a tensor over all ranks, in place."""
+    """torch's own sum of a tensor over all ranks: in place, or in the host's memory if it lies elsewhere."""
 
     tensor: torch.Tensor
 

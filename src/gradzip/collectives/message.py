@@ -45,6 +45,7 @@ class Message:
     scale: float = 1.0  # the loss scale that the gradients carry
     policy: str = ""  # what the whole step does, so that a difference shows at its first message
     ready: torch.cuda.Event | None = None  # when the gradients are there
+    counts: torch.Tensor | None = None  # where the exponents of the gradients are counted, for the next shared book
     must_be_lossless: Callable[[], bool] | None = None  # asked before the first encode in near or paper mode; may wait
 
     def describe(self) -> str:
@@ -168,6 +169,8 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
         if first:
             _wait_for(message.ready)
             gate = message.must_be_lossless
+            if message.counts is not None:
+                coder.count_exponents(message.counts)
             coder.prepare(lossless=coder.needs_floors and gate is not None and gate())
         chunk = coder.for_chunk(job.taken)
         if isinstance(message.codec, Cast) and not route.compresses:
@@ -208,8 +211,9 @@ def _sum16(codec: Cast, layout: Layout, coder: TensorCoder, world: int) -> Steps
     half = coder.scratch(numel(layout), codec.dtype)
     torch.mul(coder.load(layout), 1 / world, out=half)  # divided before, or fp16 overflows
     coder.note_sent(layout, half, world)
-    yield AllReduce(half)
-    coder.store(layout, half)
+    (total,) = yield AllReduce(half)
+    assert total is not None
+    coder.store(layout, total)
 
 
 def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
@@ -283,7 +287,10 @@ def average_plainly(
 
     def run(job: Job, outcome: Outcome) -> Steps:
         _wait_for(ready)
-        yield AllReduce(buffer.mul_(1 / channel.world))
+        (total,) = yield AllReduce(buffer.mul_(1 / channel.world))
+        assert total is not None
+        if total.device != buffer.device:  # it went by the host's memory
+            buffer.copy_(total)
         outcome.collectives = 1
 
     single(what, run, channel, done)

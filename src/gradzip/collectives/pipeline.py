@@ -247,8 +247,9 @@ class Pipeline:
             assert stage == 0, "torch's sums are matched by their order: only one thread may issue them"
             sent = 2 * (self._gloo.world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // self._gloo.world
             job.bytes_sent += sent
-            job.bytes_out += sent
-            return _Transfer(self._gloo.all_reduce(wanted.tensor), [wanted.tensor])
+            job.bytes_out += sent // (self._groups["intra"].size if "intra" in self._groups else 1)  # one passes it on
+            staged = self._on_host(job, wanted.tensor.view(torch.uint8)).view(wanted.tensor.dtype)
+            return _Transfer(self._gloo.all_reduce(staged), [staged])
         group = self._groups[wanted.where]
         most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
         parts: Parts = [None] * group.size

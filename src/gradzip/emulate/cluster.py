@@ -66,6 +66,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "NCCL_IB_DISABLE": 1,
+            "GRADZIP_NETWORK": f"{self.hosts} emulated hosts, {format_rate(self.rate) if self.rate else 'no limit'}",
         }
         unless_set = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns of every address that has no name

@@ -1,0 +1,84 @@
+"""The shared code book of `gcomp:book=shared`: made anew from all ranks' gradients every 50 steps, as GComp does.
+
+A step that refreshes counts the exponents of its own gradients while it codes them with the old book. After its last
+bucket all ranks add up their counts, and each makes the same book of them. It is installed two steps later, on all
+ranks at once, whenever the sum arrived. (GComp, SoCC '24, section 4: rebuilt every 50 iterations.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .codecs import books
+from .codecs.books import Book
+from .collectives import Channel, Exchange, Job, Outcome, Steps, single
+from .errors import PeerError
+
+EVERY, DELAY = 50, 2  # steps
+
+
+class SharedBook:
+    """The book that a handle's encoders use: the one shipped with the package until there is a newer one."""
+
+    def __init__(self) -> None:
+        self._book: Book | None = None
+        self._coming: Book | None = None
+        self._due = -1  # the step that it is installed at
+        self._made = threading.Event()
+
+    def at(self, step: int) -> Book | None:
+        """The book for a step; None: the prior."""
+        if 0 <= self._due <= step:
+            if not self._made.wait(60):
+                raise PeerError(f"the code book for step {step} has not arrived: another rank fell behind or failed")
+            self._book, self._coming, self._due = self._coming or self._book, None, -1
+        return self._book
+
+    def wants(self, step: int) -> bool:
+        """Whether exponents are counted in this step."""
+        return step % EVERY == 0
+
+    def refresh(
+        self, counts: torch.Tensor, step: int, limit: int, channel: Channel, done: Callable[[Outcome], None]
+    ) -> None:
+        """Adds up the counts of all ranks; `counts` is complete when all chunks submitted before have been coded."""
+        self._due, self._coming = step + DELAY, None
+        self._made.clear()
+
+        def run(job: Job, outcome: Outcome) -> Steps:
+            group, own = channel.groups["flat"], counts.view(torch.uint8)
+            received = yield Exchange("flat", [own] * group.size, [own.numel()] * group.size)
+            total = torch.stack([part.view(torch.int64) for part in received if part is not None]).sum(0)
+            if int(total.sum()):
+                self._coming = books.make(total, limit)
+                books.install(self._coming)
+            self._made.set()
+
+        single(f"the code book of step {step}", run, channel, done)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor | int | float]:
+        state: dict[str, torch.Tensor | int | float] = {}
+        if self._book is not None:
+            state["book/lengths"] = self._book.lengths.clone()
+        if self._coming is not None:
+            state |= {"book/coming": self._coming.lengths.clone(), "book/due": self._due}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | int | float]) -> None:
+        def read(key: str) -> Book | None:
+            lengths = state.get(key)
+            if not isinstance(lengths, torch.Tensor):
+                return None
+            book = books.of_lengths(lengths)
+            books.install(book)
+            return book
+
+        self._book, self._coming = read("book/lengths"), read("book/coming")
+        self._due = int(state.get("book/due", -1))
+        if self._coming is not None:
+            self._made.set()
