@@ -25,7 +25,7 @@ from ..layout import (
     segments_of,
 )
 from . import launch
-from .launch import Launch, Part, batches
+from .launch import Part, batches, prepare
 from .tables import code_lengths as code_lengths  # part of the engine's interface
 
 NAME = "cuda"
@@ -110,7 +110,7 @@ def decode_many(
     add: bool = False,
     books: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
-    """`decode` of several bodies in as few launches as possible, and one wait. No two of them write to the same place."""
+    """`decode` of several bodies in as few launches as possible, and one wait. No two write to the same place."""
     parts = [
         _readable(body, out, floor, book, out if add else None)
         for body, out, floor, book in zip(bodies, outs, floors or [None] * len(outs), books or [None] * len(outs))
@@ -151,11 +151,11 @@ def decode_add_encode(
     total = torch.empty_like(local)
     incoming = _readable(body, total, floor, book, local)
     coding = FIXED if floor is None else NEAR
-    Launch([incoming], coding, Job("near", shift=in_shift), encodes=False).run()
+    prepare([incoming], coding, Job("near", shift=in_shift), encodes=False).run()
     tables = incoming.body if lengths is None and book is None else None
     given = lengths if lengths is not None else book
     room = _aligned_room(out)
-    writing = Launch(
+    writing = prepare(
         [Part(total, room, floor=floor, lengths=given, tables=tables)], _coding(total, job), job, encodes=True
     )
     writing.run()
@@ -173,7 +173,7 @@ def histogram(x: torch.Tensor, job: Job, floor: FloorLike = None) -> torch.Tenso
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
         part = Part(x, floor=_needed_floor(x, job, floor))
-        Launch([part], _coding(x, job), job, encodes=True).count_symbols(counts)
+        prepare([part], _coding(x, job), job, encodes=True).count_symbols(counts)
     return counts.to(torch.int64)
 
 
@@ -209,7 +209,7 @@ def _encode(parts: list[Part], job: Job) -> list[int]:
     filled = [i for i, part in enumerate(parts) if part.values.numel()]
     at = 0
     for batch in batches([parts[i] for i in filled]):
-        run = Launch(batch, _coding(batch[0].values, job), job, encodes=True)
+        run = prepare(batch, _coding(batch[0].values, job), job, encodes=True)
         run.run()
         found, status = run.finish()
         if status & 1:
@@ -256,7 +256,7 @@ def _check_empty(body: torch.Tensor, shared: int) -> None:
 
 def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
     """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
-    run = Launch(batch, coding, Job("near", shift=shift), encodes=False)
+    run = prepare(batch, coding, Job("near", shift=shift), encodes=False)
     run.run()
     _, status = run.finish()
     _raise_faults(status)

@@ -19,6 +19,7 @@ WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_TENSORS = 16  # per launch
+MOST_PREPARED = 512  # launches that are kept for the next time
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
 TABLE_THREADS = 256
@@ -77,6 +78,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.prepared: dict[tuple[object, ...], Launch] = {}  # by what their arguments are made of
         self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
@@ -89,6 +91,7 @@ class Workspace:
         """The address of at least `size` bytes."""
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self.prepared.clear()  # they know the old address
         return self._memory.data_ptr()
 
 
@@ -206,15 +209,51 @@ def _decode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ad
     return _Kernel(name, WARPS, on.load(name, 32 * WARPS, 0))
 
 
+def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Launch:
+    """A launch for these tensors; training uses the same buffers in every step, so that most are known already."""
+    device = parts[0].values.device
+    on = launcher(device)
+    stream = on.stream()
+    space = _workspace(device, stream)
+    key = (coding, job, encodes, *map(_identity, parts))
+    known = space.prepared.get(key)
+    if known is None:
+        known = Launch(parts, coding, job, encodes, on, stream, space)
+        if len(space.prepared) >= MOST_PREPARED:
+            space.prepared.clear()
+        space.prepared[key] = known
+    return known
+
+
+def _identity(part: Part) -> tuple[object, ...]:
+    """All that a part's arguments depend on."""
+    floor = part.floor
+    if isinstance(floor, Floor):
+        grid: tuple[int, ...] = (floor.theta.data_ptr(), _address(floor.second), floor.c0, floor.c1, floor.c2)
+    else:
+        grid = (_address(floor),)
+    return (
+        part.values.data_ptr(), part.values.numel(), part.values.dtype, _address(part.body), part.body_bytes,
+        _address(part.lengths), _address(part.tables), _address(part.addend), grid,
+    )  # fmt: skip
+
+
 class Launch:
     """One batch on its way through the kernels."""
 
-    def __init__(self, parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        coding: int,
+        job: Job,
+        encodes: bool,
+        on: Launcher,
+        stream: int,
+        space: Workspace,
+    ) -> None:
         first = parts[0]
-        device, dtype = first.values.device, first.values.dtype
-        on = self._launcher = launcher(device)
-        self._stream = on.stream()
-        self._space = _workspace(device, self._stream)
+        dtype = first.values.dtype
+        self._launcher, self._stream, self._space = on, stream, space
         self._count = len(parts)
         floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
         if encodes:
@@ -239,9 +278,10 @@ class Launch:
         words = progress + 8 * groups
         memory = self._space.memory(words + 4 * segments)
         ticket, status, result = self._space.addresses
+        book = job.book - (job.book >> 31 << 32)  # signed
         head = _ARGS.pack(
             memory + slots, memory + progress, ticket, memory, status, result, memory + words, 0,
-            self._count, groups, segments, coding, job.book - (job.book >> 31 << 32), job.shift, job.limit, groups <= SMALL_GROUPS,
+            self._count, groups, segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
             job.keep, *_rounding(job.keep, job.truncate), 0,
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
@@ -253,6 +293,7 @@ class Launch:
         """Histograms alone, into (segments, 256) int32."""
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, counts.data_ptr())
         self._run(self._tables, self._segments, TABLE_THREADS)
+        _COUNTS.pack_into(self._arguments, _COUNTS_AT, 0)
 
     def run(self) -> None:
         """Code tables, then blocks."""
