@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gradzip.collectives.executor import Blob, Exchange, Executor, How, Members
+from gradzip.collectives.blobs import Blob
+from gradzip.collectives.executor import Exchange, Executor, How, Members
 from gradzip.collectives.layout import Layout, Piece, parts
 from gradzip.errors import Unsupported
 from gradzip.routes import NAMED, Route, Step, tree

@@ -25,8 +25,9 @@ from ..engines.layout import Floor
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
 from ..sensitivity.near import memory_order
+from .blobs import HEAD_ROOM, Blob
 from .buffers import Buffers
-from .executor import HEAD_ROOM, Blob, How
+from .executor import How
 from .layout import Layout, Piece
 
 _ENTRY = 8  # bytes per size in the table, and what frames are padded to

@@ -19,7 +19,8 @@ import torch
 
 from ..codecs.base import wide
 from ..routes import Route, Step
-from .layout import Layout, Piece, deal, numel
+from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_numbered
+from .layout import Layout, Piece, deal, numel, select, subviews, views
 
 
 class Members(NamedTuple):
@@ -98,14 +99,6 @@ class How(NamedTuple):
     mean: bool = False  # the values are means already
 
 
-class Blob(NamedTuple):
-    """Coded values: bytes, as many as a multiple of 8."""
-
-    data: torch.Tensor
-    source: int | None = None  # the rank that it came from, for errors
-    with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
-
-
 @dataclass
 class _Coded:
     """Contributions that together are the sum over a layout; each is one blob per leaf."""
@@ -116,7 +109,6 @@ class _Coded:
 
 
 EXCHANGES_PER_STEP = 256  # at the most: those of a ring
-HEAD_ROOM = 40  # the table of a single blob
 
 
 class _Split(NamedTuple):
@@ -206,7 +198,7 @@ class Executor:
         for size in dealt:
             leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
-        blobs = [self._coder.encode(leaf, _select(held.plain, held.layout, leaf), how) for leaf in leaves]
+        blobs = [self._coder.encode(leaf, select(held.plain, held.layout, leaf), how) for leaf in leaves]
         held.plain, held.coded = None, _Coded(leaves, [blobs], how)
 
     def _decode(self, device: str, last: bool) -> None:
@@ -221,7 +213,7 @@ class Executor:
             total = torch.empty(numel(held.layout), dtype=dtype, device=self._coder.home)
         for number, blobs in enumerate(coded.contributions):
             for leaf, blob in zip(coded.leaves, blobs):
-                outs = _views(total, held.layout, leaf) if targets is None else _subviews(targets, held.layout, leaf)
+                outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
                 self._coder.decode(leaf, blob, how, outs, add=number > 0)
         held.coded, held.mean = None, how.mean
         if targets is None:
@@ -281,7 +273,7 @@ class Executor:
         held.splits.append(_Split(where, held.layout, gathered=False))
         if held.plain is not None:
             kind = held.plain.dtype
-            plain = [_bytes(_select(held.plain, held.layout, part)) for part in stretches]
+            plain = [_bytes(select(held.plain, held.layout, part)) for part in stretches]
             size = numel(stretches[group.rank]) * kind.itemsize
             received = yield self._exchange(where, plain, [size] * group.size)
             held.plain = self._sum(received, kind)
@@ -291,8 +283,8 @@ class Executor:
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
             most = [self._most(coded, leaves)] * group.size
-            received = yield self._exchange(where, [_pack(lists) for lists in deals], most)
-            held.coded = _Coded(leaves, _all_contributions(received, group), coded.how)
+            received = yield self._exchange(where, [pack(lists) for lists in deals], most)
+            held.coded = _Coded(leaves, unpack_all(received, group.ranks), coded.how)
         held.layout = stretches[group.rank]
 
     def _collect(self, where: str, group: Members) -> Steps:
@@ -309,15 +301,15 @@ class Executor:
         coded = _coded(held)
         first = group.rank == 0
         most = self._most(coded, coded.leaves) if first else None
-        received = yield self._exchange(where, [_pack(coded.contributions), *nothing], [most] * group.size)
-        held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how) if first else None
+        received = yield self._exchange(where, [pack(coded.contributions), *nothing], [most] * group.size)
+        held.coded = _Coded(coded.leaves, unpack_all(received, group.ranks), coded.how) if first else None
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = _coded(self._held)
         most = self._most(coded, coded.leaves)
-        received = yield self._exchange(where, [_pack(coded.contributions)] * group.size, [most] * group.size)
-        self._held.coded = _Coded(coded.leaves, _all_contributions(received, group), coded.how)
+        received = yield self._exchange(where, [pack(coded.contributions)] * group.size, [most] * group.size)
+        self._held.coded = _Coded(coded.leaves, unpack_all(received, group.ranks), coded.how)
 
     def _join(self, split: _Split, where: str, group: Members) -> Steps:
         """ag and bc as second steps: everybody gets the whole stretch again."""
@@ -333,15 +325,15 @@ class Executor:
             held.plain = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
             for part, leaf in zip(received, deal(split.layout, group.size)):
                 values = _present(part).view(kind)
-                for view, piece in zip(_views(held.plain, split.layout, leaf), _cut(values, leaf)):
+                for view, piece in zip(views(held.plain, split.layout, leaf), views(values, leaf, leaf)):
                     view.copy_(piece)
         else:
             coded = _coded(held)
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
             most = [self._most(coded, of_member) for of_member in leaves]
-            received = yield self._exchange(where, [_pack(coded.contributions)] * group.size, most)
-            members = [_unpack(part, source) for source, part in zip(group.ranks, received)]
+            received = yield self._exchange(where, [pack(coded.contributions)] * group.size, most)
+            members = [unpack(part, source) for source, part in zip(group.ranks, received)]
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
             held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
         held.layout = split.layout
@@ -367,25 +359,25 @@ class Executor:
         leaves, own = deal(held.layout, group.size), held.plain
         mine, before = group.rank, (group.rank - 1) % group.size
         after = (group.rank + 1) % group.size
-        total = _select(own, held.layout, leaves[mine])
+        total = select(own, held.layout, leaves[mine])
         if group.size > 1:
             start = leaves[before]
-            blob = self._coder.encode(start, _select(own, held.layout, start), self._how(device, held.summed))
+            blob = self._coder.encode(start, select(own, held.layout, start), self._how(device, held.summed))
             for hop in range(group.size - 1):
                 send: list[torch.Tensor | None] = [None] * group.size
-                send[after] = _pack([[blob]])
+                send[after] = pack([[blob]])
                 leaf = leaves[(before - 1 - hop) % group.size]
                 most: list[int | None] = [None] * group.size
                 most[before] = HEAD_ROOM + self._coder.bound(leaf)
                 received = yield self._exchange(step.where, send, most)
-                ((arrived,),) = _unpack(received[before], group.ranks[before])
-                values = _select(own, held.layout, leaf)
+                ((arrived,),) = unpack(received[before], group.ranks[before])
+                values = select(own, held.layout, leaf)
                 how = How(device, held.encodes, held.summed * (2 + hop), held.shift or 0)
                 if hop < group.size - 2:
                     blob = self._coder.hop(leaf, arrived, values, how)
                 else:
                     total = wide(values).clone()
-                    self._coder.decode(leaf, arrived, how, _views(total, leaf, leaf), add=True)
+                    self._coder.decode(leaf, arrived, how, views(total, leaf, leaf), add=True)
             held.encodes += 1
         held.layout, held.plain = leaves[mine], total
         held.summed *= group.size
@@ -400,70 +392,7 @@ class Executor:
         return total
 
 
-# --- Stretches of flat values ----------------------------------------------------------------------------------------
-
-
-def _views(flat: torch.Tensor, layout: Layout, leaf: Layout) -> list[torch.Tensor]:
-    """Where the pieces of `leaf` lie in the flat values of `layout`."""
-    views, offset = [], 0
-    for whole, part in zip(layout, leaf):
-        start = offset + part.start - whole.start
-        views.append(flat[start : start + part.numel])
-        offset += whole.numel
-    return views
-
-
-def _subviews(targets: Sequence[torch.Tensor], layout: Layout, leaf: Layout) -> list[torch.Tensor]:
-    return [t[p.start - w.start : p.stop - w.start] for t, w, p in zip(targets, layout, leaf)]
-
-
-def _select(flat: torch.Tensor, layout: Layout, leaf: Layout) -> torch.Tensor:
-    """The values of `leaf` out of those of `layout`; a view where they lie together."""
-    views = _views(flat, layout, leaf)
-    return views[0] if len(views) == 1 else torch.cat(views)
-
-
-def _cut(flat: torch.Tensor, leaf: Layout) -> list[torch.Tensor]:
-    return _views(flat, leaf, leaf)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)
-
-
-# --- Blobs on the wire: a table of what follows, then the blobs ----------------------------------------------------
-
-
-def _pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:
-    blobs = [blob.data for contribution in contributions for blob in contribution]
-    width = len(contributions[0]) if contributions else 0
-    table = [len(contributions), width, len(numbers), *numbers, *(blob.numel() for blob in blobs)]
-    head = torch.tensor([len(table), *table]).view(torch.uint8)
-    home = blobs[0].device if blobs else head.device
-    if len(blobs) == 1 and head.numel() == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
-        whole[:HEAD_ROOM] = head.to(home)
-        return whole
-    return torch.cat([head.to(home), *blobs])
-
-
-def _unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
-    return [] if payload is None else _unpack_numbered(payload, source)[0]
-
-
-def _unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
-    length = int(payload[:8].view(torch.int64))
-    at = 8 * (length + 1)
-    count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
-    blobs = []
-    for size in rest[extra:]:
-        blobs.append(Blob(payload[at : at + size], source))
-        at += size
-    return [blobs[i * width : (i + 1) * width] for i in range(count)], rest[:extra]
-
-
-def _all_contributions(received: Sequence[torch.Tensor | None], group: Members) -> list[list[Blob]]:
-    return [c for source, part in zip(group.ranks, received) for c in _unpack(part, source)]
-
+# --- What a broadcast hands on ---------------------------------------------------------------------------------------
 
 _PLAIN_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -472,14 +401,14 @@ def _describe(held: _Held) -> torch.Tensor:
     """What a broadcast hands on: plain values or coded ones, and what is known of them."""
     if held.plain is not None:
         kind = _PLAIN_KINDS.index(held.plain.dtype)
-        return _pack([[Blob(_bytes(held.plain))]], 0, held.mean, kind)
+        return pack([[Blob(_bytes(held.plain))]], 0, held.mean, kind)
     coded = _coded(held)
     layout = [x for leaf in coded.leaves for piece in leaf for x in piece]
-    return _pack(coded.contributions, 1, *coded.how[1:], *layout)
+    return pack(coded.contributions, 1, *coded.how[1:], *layout)
 
 
 def _understand(held: _Held, message: torch.Tensor, source: int, coder: Coder) -> None:
-    contributions, (is_coded, *rest) = _unpack_numbered(message, source)
+    contributions, (is_coded, *rest) = unpack_numbered(message, source)
     if not is_coded:
         values, (mean, kind) = contributions[0][0].data, rest
         held.plain, held.mean = values.clone().view(_PLAIN_KINDS[kind]).to(coder.home), bool(mean)
@@ -500,3 +429,7 @@ def _present(part: torch.Tensor | None) -> torch.Tensor:
 def _coded(held: _Held) -> _Coded:
     assert held.coded is not None
     return held.coded
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)

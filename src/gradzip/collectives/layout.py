@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 
 class Piece(NamedTuple):
     """The values from `start` to `stop` of one of the message's tensors."""
@@ -67,3 +69,23 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     if open_chunk:
         result.append(tuple(open_chunk))
     return result
+
+
+def views(flat: torch.Tensor, layout: Layout, leaf: Layout) -> list[torch.Tensor]:
+    """Where the pieces of `leaf` lie in the flat values of `layout`."""
+    found, offset = [], 0
+    for whole, part in zip(layout, leaf):
+        start = offset + part.start - whole.start
+        found.append(flat[start : start + part.numel])
+        offset += whole.numel
+    return found
+
+
+def subviews(targets: Sequence[torch.Tensor], layout: Layout, leaf: Layout) -> list[torch.Tensor]:
+    return [t[p.start - w.start : p.stop - w.start] for t, w, p in zip(targets, layout, leaf)]
+
+
+def select(flat: torch.Tensor, layout: Layout, leaf: Layout) -> torch.Tensor:
+    """The values of `leaf` out of those of `layout`; a view where they lie together."""
+    found = views(flat, layout, leaf)
+    return found[0] if len(found) == 1 else torch.cat(found)

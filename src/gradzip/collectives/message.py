@@ -23,9 +23,10 @@ from ..codecs.baseline import Cast, Identity
 from ..errors import Unsupported, nearest
 from ..feedback import Memory
 from ..routes import NAMED, Route
+from .blobs import Blob
 from .channel import Channel
 from .coder import TensorCoder, cuttable, finite, flatten, unflatten
-from .executor import AllReduce, Blob, Executor, How, Parts, Steps
+from .executor import AllReduce, Executor, How, Parts, Steps
 from .layout import Layout, Piece, chunks, numel
 from .pipeline import Agreement, Job
 

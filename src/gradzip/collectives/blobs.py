@@ -1,0 +1,50 @@
+"""Blobs on the wire: a table of what follows, then the blobs. Whatever lies behind the last one has no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+HEAD_ROOM = 40  # the table of a single blob
+
+
+class Blob(NamedTuple):
+    """Coded values: bytes, as many as a multiple of 8."""
+
+    data: torch.Tensor
+    source: int | None = None  # the rank that it came from, for errors
+    with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
+
+
+def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:
+    blobs = [blob.data for contribution in contributions for blob in contribution]
+    width = len(contributions[0]) if contributions else 0
+    table = [len(contributions), width, len(numbers), *numbers, *(blob.numel() for blob in blobs)]
+    head = torch.tensor([len(table), *table]).view(torch.uint8)
+    home = blobs[0].device if blobs else head.device
+    if len(blobs) == 1 and head.numel() == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
+        whole[:HEAD_ROOM] = head.to(home)
+        return whole
+    return torch.cat([head.to(home), *blobs])
+
+
+def unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
+    return [] if payload is None else unpack_numbered(payload, source)[0]
+
+
+def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
+    length = int(payload[:8].view(torch.int64))
+    at = 8 * (length + 1)
+    count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
+    blobs = []
+    for size in rest[extra:]:
+        blobs.append(Blob(payload[at : at + size], source))
+        at += size
+    return [blobs[i * width : (i + 1) * width] for i in range(count)], rest[:extra]
+
+
+def unpack_all(received: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> list[list[Blob]]:
+    """The contributions of all ranks that sent some."""
+    return [c for source, part in zip(ranks, received) for c in unpack(part, source)]
