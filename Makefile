@@ -1,5 +1,5 @@
 # make setup    a virtual environment in .venv with gradzip in it
-# make demo     train a small model for a minute and see what each codec makes of its gradients
+# make demo     train a small model over a slow network with each codec, and look at the report
 # make test     the tests                     make check   ruff and mypy
 # make bench    codec speed and size          make native  only the C++ library, in build/
 # make fuzz     a million damaged payloads    make wheel   one wheel in dist/

@@ -18,7 +18,17 @@ from gradzip.cli import table
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
 
-COMMANDS = [["doctor"], ["codecs"], ["bench"], ["bench", "codec"], ["emulate"], ["profile"], ["plan"], ["report"], ["demo"]]
+COMMANDS = [
+    ["doctor"],
+    ["codecs"],
+    ["bench"],
+    ["bench", "codec"],
+    ["emulate"],
+    ["profile"],
+    ["plan"],
+    ["report"],
+    ["demo"],
+]
 TINY = capture.ModelSize(width=32, blocks=1, batch=1)
 
 
@@ -233,40 +243,6 @@ def test_errors_go_to_stderr_without_a_traceback(capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("gradzip: cannot read /nowhere/x.f32")
-
-
-# -- demo ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "DEMO", TINY)
-    monkeypatch.setenv("GRADZIP_ENGINE", "native")
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_demo_shows_every_codec_at_every_moment(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("zstandard")
-    pytest.importorskip("lz4")
-    shown = run_json(capsys, "demo", "--steps", "6")
-    moments = list(dict.fromkeys(row["moment"] for row in shown["rows"]))
-    assert moments == ["early", "middle", "late"]
-    assert [row["sample"] for row in shown["rows"][:: len(cli.demo.CODECS)]] == ["step 2", "step 3", "step 6"]
-    assert len(shown["rows"]) == 3 * len(cli.demo.CODECS)
-    assert not any("left out" in note for note in shown["notes"])
-    exact = {row["codec"] for row in shown["rows"] if row["max_error"] == 0}
-    assert exact == {"gcomp:mode=lossless", "zstd", "lz4"}
-
-
-@pytest.mark.usefixtures("tiny_demo")
-def test_demo_works_without_the_extras(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("zstandard", "lz4", "lz4.block"):
-        monkeypatch.setitem(sys.modules, module, None)
-    assert cli.main(["demo", "--seconds", "0.01"]) == 0
-    out = capsys.readouterr().out
-    assert "gcomp:ulps=4096" in out
-    assert "note: zstd left out" in out
-    assert out.count("left out") == 2, "each note once"
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

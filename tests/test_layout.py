@@ -36,6 +36,7 @@ LAYERS = {
     "backward": 7,
     "hooks": 8,
     "capture": 8,
+    "demo": 10,
     "bench": 9,
     "report": 9,
     "": 10,  # gradzip itself: the public names

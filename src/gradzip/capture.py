@@ -127,22 +127,27 @@ def _train(
         elif seconds is not None:
             # A run by the clock lasts at least as many steps as it takes to have something to capture.
             fraction = min(1.0, (time.monotonic() - start) / seconds) if step > len(at) else 0.0
-        lr = PEAK_LR * min(1.0, step / 20) * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * fraction)) / 2)
+        lr = learning_rate(step, fraction)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets = _batch(text, size.batch)
+        inputs, targets = batch(text, size.batch)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if step > 1 and fraction >= at[len(snapshots)]:
-            snapshots.append(_snapshot(step, loss.item(), lr, optimizer))
+            snapshots.append(snapshot(step, loss.item(), lr, optimizer))
         optimizer.step()
         if on_step is not None:
             on_step(Progress(step, fraction, loss.item(), lr))
     return snapshots
 
 
-def _snapshot(step: int, loss: float, lr: float, optimizer: torch.optim.AdamW) -> Snapshot:
+def learning_rate(step: int, fraction: float) -> float:
+    """Warm-up over 20 steps, then a cosine over the run."""
+    return PEAK_LR * min(1.0, step / 20) * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * fraction)) / 2)
+
+
+def snapshot(step: int, loss: float, lr: float, optimizer: torch.optim.AdamW) -> Snapshot:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -175,9 +180,12 @@ def corpus(limit: int = CORPUS_BYTES) -> torch.Tensor:
     return torch.frombuffer(data[:limit], dtype=torch.uint8)
 
 
-def _batch(text: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.randint(text.numel() - CONTEXT, (sequences, 1))
-    window = text[starts + torch.arange(CONTEXT + 1)].long()
+def batch(
+    text: torch.Tensor, sequences: int, rng: torch.Generator | None = None, length: int = CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of at most CONTEXT bytes from random places, and what follows each of them."""
+    starts = torch.randint(text.numel() - length, (sequences, 1), generator=rng)
+    window = text[starts + torch.arange(length + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
@@ -195,8 +203,8 @@ class ByteModel(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (batch, CONTEXT) -> (batch, CONTEXT, VOCABULARY)
-        x: torch.Tensor = self.token(tokens) + self.position.weight
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (batch, length) -> (batch, length, VOCABULARY)
+        x: torch.Tensor = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
@@ -211,7 +219,7 @@ class _Block(nn.Module):
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, CONTEXT, width) -> the same
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, length, width) -> the same
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)

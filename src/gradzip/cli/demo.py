@@ -1,19 +1,28 @@
-"""`gradzip demo`: a minute of real training, and what each codec makes of its gradients."""
+"""`gradzip demo`: what compression does to training on a slow network, seen on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from .. import capture
+from .. import demo, emulate, report
 from ..bench.codec import measure
 from ..bench.sample import Sample
 from ..codecs import parse
+from ..demo.settings import SIZE, SNAPSHOT
+from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
+from ..report.page import summary
 from .bench import row
+from .report import write
 from .table import Column, Commands, Row, add_json, command, console, number, show
 
 CODECS = (
@@ -26,15 +35,13 @@ CODECS = (
     "zstd",
     "lz4",
 )
-MOMENTS = {"early": 0.1, "middle": 0.5, "late": 1.0}
 
 
 def _error(error: float) -> str:
     return "exact" if error == 0 else f"{error:.0e}"
 
 
-_COLUMNS = (
-    Column("moment", "when"),
+_CODEC_COLUMNS = (
     Column("codec", "codec"),
     Column("ratio", "ratio", number(2, "x"), right=True),
     Column("bits", "bits", number(2), right=True),
@@ -49,46 +56,113 @@ def add(commands: Commands) -> None:
     parser = command(
         commands,
         "demo",
-        "train a small model and compress its gradients",
-        "gradzip demo --seconds 20",
-        "Trains a small language model on the sources of Python's own library and shows what each codec makes of its "
-        "gradients early, in the middle and late in the run. Needs no data, no GPU and no second machine.",
+        "train a small model over a slow network, with each codec",
+        "gradzip demo --rate 100mbit",
+        "Trains a small language model on the sources of Python's own library with DistributedDataParallel, on four "
+        "emulated hosts: plainly, and with each codec. Prints a table and writes an HTML report. Needs no data, no GPU "
+        "and no second machine. Where hosts cannot be emulated, step times are predicted and labelled so.",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=50.0, help="how long to train (default: 50)")
-    length.add_argument("--steps", type=int, help="train so many steps instead")
+    length.add_argument("--seconds", type=float, default=140.0, help="for all runs together (default: 140)")
+    length.add_argument("--steps", type=int, help="so many steps for each run instead")
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--rate", default="1gbit", help="of each host, each way: 100mbit, 2.5gbit (default: 1gbit)")
+    parser.add_argument("--no-limit", action="store_true", help="do not emulate a network: train here, predict times")
+    out = Path("gradzip-demo.html")
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help=f"the report (default: {out})")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    snapshots = _train(args.steps, None if args.steps else args.seconds)
-    rows, notes = [], []
-    for moment, snapshot in zip(MOMENTS, snapshots):
-        sample = Sample.of(snapshot)
-        for spec in CODECS:
-            try:
-                rows.append(_row(moment, snapshot, spec, sample))
-            except Unsupported as reason:
-                notes.append(f"{spec} left out: {reason}")
-    title = f"gradients of a {snapshots[0].gradient.numel() / 1e6:.1f} M-parameter model under AdamW, on one core"
-    steps = ", ".join(f"{moment} is step {s.step} (loss {s.loss:.2f})" for moment, s in zip(MOMENTS, snapshots))
-    notes.insert(0, f"{steps}; bits per value; errors are relative, of the worst value and of the whole vector")
-    show(title, _COLUMNS, rows, list(dict.fromkeys(notes)), as_json=args.json, section="moment")
+    if not args.seconds > 0 or (args.steps is not None and args.steps < 3):
+        raise Unsupported("give the demo some time: --seconds above 0, or at least 3 --steps")
+    parse_rate(args.rate)
+    obstacle = "as asked for by --no-limit" if args.no_limit else emulate.obstacle()
+    settings = demo.Settings(args.seconds, args.steps, args.hosts, args.rate, obstacle is None)
+    with tempfile.TemporaryDirectory(prefix="gradzip-demo-") as name:
+        folder = Path(name)
+        with _progress(settings) as (tell, ready):
+            result = demo.run(folder, settings, tell, ready)
+        codecs, left_out = _codecs(folder)
+    title, notes = _words(settings, result, obstacle)
+    shown = [*result.runs, *result.predicted]
+    write(args.out, report.page(shown, title="gradzip demo", lead=". ".join([title, *notes])))
+    rows = summary(result.runs)
+    if args.json:
+        predicted = summary(result.predicted) if result.predicted else []
+        found = {"title": title, "rows": rows, "predicted": predicted, "codecs": codecs, "notes": [*notes, *left_out]}
+        print(json.dumps(found | {"report": str(args.out)}, indent=2))
+        return 0
+    _show(f"gradzip demo: {title}", rows, notes)
+    for rate in dict.fromkeys(run.name.partition(", predicted at ")[2] for run in result.predicted):
+        own = [run for run in result.predicted if run.name.endswith(f" {rate}")]
+        _show(f"PREDICTED for {rate}, from codecs and computing as they were measured here", summary(own), [])
+    show("what each codec makes of the last gradient of plain training, on one core", _CODEC_COLUMNS, codecs, left_out)
+    console().print(f"report: {args.out.resolve()}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _row(moment: str, snapshot: capture.Snapshot, spec: str, sample: Sample) -> Row:
-    result = row(measure(parse(spec), sample, rounds=3, patience=1.0))
-    return result | {"moment": moment, "loss": snapshot.loss}
+def _show(title: str, rows: list[dict[str, str]], notes: list[str]) -> None:
+    columns = [Column(key, key, right=key != "run") for key in rows[0]]
+    show(title, columns, rows, notes)
 
 
-def _train(steps: int | None, seconds: float | None) -> list[capture.Snapshot]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -> tuple[str, list[str]]:
+    steps = max(len(run.steps) for run in result.runs)
+    model = f"a {SIZE.parameters / 1e6:.1f} M-parameter language model"
+    if settings.size != SIZE:
+        model = f"a language model of {settings.size.parameters:,} parameters"
+    where = f"{settings.hosts} hosts at {format_rate(parse_rate(settings.rate))}"
+    notes = list(result.notes)
+    if obstacle is None:
+        if result.rates is not None:
+            notes.insert(
+                0,
+                f"{format_rate(result.rates.one_flow)} measured between hosts; all of them share this machine's cores",
+            )
+        return f"{model}, {steps} steps, {where}", notes
+    notes.insert(0, "the network was not limited: these step times are those of the loopback")
+    if not obstacle.startswith("as asked"):
+        notes.insert(0, obstacle)
+    notes.append(f"to measure instead of predicting: gradzip demo --rate {settings.rate}, with root or user namespaces")
+    return f"{model}, {steps} steps, {settings.hosts} processes on this machine", notes
+
+
+def _codecs(folder: Path) -> tuple[list[Row], list[str]]:
+    sample, rows, notes = Sample.load(folder / SNAPSHOT), [], []
+    for spec in CODECS:
+        try:
+            rows.append(row(measure(parse(spec), sample, rounds=3, patience=0.5)))
+        except Unsupported as reason:
+            notes.append(f"{spec} left out: {reason}")
+    return rows, notes
+
+
+@contextmanager
+def _progress(
+    settings: demo.Settings,
+) -> Iterator[tuple[Callable[[demo.Progress], None], Callable[[Rates | None], None]]]:
+    """A bar for each run, on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[now]}"),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("training", total=1.0, now="")
+        starting = bar.add_task("starting the hosts", total=None, now="")
+        tasks: dict[str, int] = {}
 
-        def tell(now: capture.Progress) -> None:
-            bar.update(task, completed=now.fraction, now=f"step {now.step}  loss {now.loss:.3f}")
+        def ready(rates: Rates | None) -> None:
+            speed = "" if rates is None else f"{format_rate(rates.one_flow)} between hosts"
+            bar.update(starting, description="timing plain steps", now=speed)
 
-        return capture.train(capture.DEMO, steps=steps, seconds=seconds, at=tuple(MOMENTS.values()), on_step=tell)
+        def tell(now: demo.Progress) -> None:
+            bar.update(starting, visible=False)
+            if now.run not in tasks:
+                tasks[now.run] = bar.add_task(now.run, total=now.steps, now="")
+            text = f"step {now.step}/{now.steps}  {now.step_ms:.0f} ms a step  loss {now.loss:.2f}"
+            bar.update(tasks[now.run], completed=now.step, now=text)  # type: ignore[arg-type]
+
+        yield tell, ready

@@ -37,7 +37,8 @@ svg text { fill: var(--ink); font-family: system-ui, sans-serif; }
 .span { stroke: var(--paper); stroke-width: .4; }
 ul.key { list-style: none; margin: .3rem 0; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.1rem;
          font-size: .875rem; } ul.key svg { vertical-align: -2px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; margin: 0 0 1.4rem; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } td.text { text-align: left; white-space: normal; }
 details { border-top: 1px solid var(--line); padding: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
@@ -78,7 +79,7 @@ def summary(runs: Sequence[Run]) -> list[dict[str, str]]:
             "run": run.name,
             "step ms": _number(step, 1e3, 1),
             "speed": "–" if not step or not first else f"{first / step:.2f}x",
-            "MB sent a step": _number(sent, 1e-6, 2),
+            "MB/step": _number(sent, 1e-6, 2),
             "loss": _number(loss, 1, 3),
             "replicas": "–" if same is None else "identical" if same else "DIFFER",
         }

@@ -4,8 +4,8 @@
     {"run": "gcomp", "step": 1, "seconds": 0.21, "loss": 5.54, "bytes_sent": 1000, "bytes_raw": 4000, ...}
     {"run": "gcomp", "step": 50, "layers": [{"name": "head.weight", "numel": 65536, "zeros": 0.1, ...}]}
 
-The first line of a run describes it; numbers that are known of a step follow. Times and the counts of `handle.stats()`
-are totals since the start, so steps may be left out: whoever reads forms the differences.
+The first line of a run describes it, and further such lines add to that; what is known of each step follows. Times and
+the counts of `handle.stats()` are totals since the start, so steps may be left out: whoever reads forms differences.
 """
 
 from __future__ import annotations
@@ -65,8 +65,18 @@ class Recorder:
     def gradients(self, model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ()) -> None:
         """What the gradients look like, layer by layer; between backward and step. Not for every step: it encodes."""
         if not self._quiet:
+            began = time.perf_counter()
             layers = describe(model, optimizer, codecs)
             self._write({"run": self._run, "step": self._step + 1, "layers": layers})
+            self._start += time.perf_counter() - began  # it is no part of training
+
+    def later(self, step: int, **numbers: float) -> None:
+        """What is known of an earlier step only now, such as a loss averaged over ranks."""
+        self._write({"run": self._run, "step": step, **numbers})
+
+    def note(self, **about: Any) -> None:
+        """Adds to the description of the run what is known only now."""
+        self._write({"schema": SCHEMA, "version": VERSION, "run": self._run, "about": about})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if not self._quiet:
@@ -82,6 +92,16 @@ class Run:
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     layers: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)  # by step
+    _by_step: dict[float, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Joins what several lines say of one step."""
+        known = self._by_step.get(record["step"])
+        if known is None:
+            self._by_step[record["step"]] = record
+            self.steps.append(record)
+        else:
+            known.update(record)
 
     def series(self, x: str, y: str) -> list[tuple[float, float]]:
         """Pairs of two columns, where both are finite numbers."""
@@ -182,7 +202,7 @@ def _read_one(path: Path) -> list[Run]:
         elif "layers" in record:
             run.layers.append((int(record["step"]), record["layers"]))
         else:
-            run.steps.append(record)
+            run.add(record)
     if not found:
         raise ReportError(f"{path} holds no run: write one with gradzip.report.Recorder")
     return list(found.values())

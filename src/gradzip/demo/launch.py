@@ -1,0 +1,113 @@
+"""From outside: starts the ranks, follows them, and puts together what they found."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import emulate
+from ..codecs import parse
+from ..emulate import Line, Rates, format_rate
+from ..errors import EmulationError
+from ..planner.answer import Request
+from ..planner.choices import Limits
+from ..planner.network import Topology
+from ..planner.problem import Problem
+from ..planner.profile import Profile
+from ..planner.timeline import CPU
+from ..report import Run, read
+from ..routes import Route
+from .settings import POLICIES, PROFILE, RUNS, Progress, Settings
+
+PREDICTED = ("1gbit", "10gbit")
+_SAID = "gradzip auto: "
+_LAST_WORDS = 15
+
+
+@dataclass(frozen=True)
+class Result:
+    runs: list[Run]
+    predicted: list[Run]  # where there was no limit: the same policies on networks that have one
+    rates: Rates | None
+    notes: list[str] = field(default_factory=list)
+
+
+def run(
+    folder: Path,
+    settings: Settings,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_ready: Callable[[Rates | None], None] = lambda rates: None,
+) -> Result:
+    """Trains with every policy; the folder then holds run.jsonl and what else the ranks left."""
+    settings.save(folder)
+    said: list[str] = []
+    words: list[str] = []
+
+    def hear(line: Line) -> None:
+        progress = Progress.read(line.text)
+        if progress is not None:
+            on_progress(progress)
+        elif line.text.startswith(_SAID):
+            said.append(line.text.removeprefix("gradzip "))
+        else:
+            words.append(str(line))
+
+    command = [sys.executable, "-m", "gradzip.demo.ranks", str(folder)]
+    rate = settings.rate if settings.limit else None
+    here = str(Path(__file__).parents[2])  # ranks may start elsewhere than where gradzip lies
+    done = emulate.run(
+        command, hosts=settings.hosts, rate=rate, on_line=hear, on_ready=on_ready, env={"PYTHONPATH": _path(here)}
+    )
+    if done.exit_code:
+        raise EmulationError(
+            f"rank {done.first_failure} of the demo failed with exit code {done.exit_code}:\n"
+            + "\n".join(words[-_LAST_WORDS:])
+        )
+    runs = read([folder / RUNS])
+    predicted = [] if settings.limit else predictions(Profile.load(folder / PROFILE), runs, settings)
+    return Result(runs, predicted, done.rates, said)
+
+
+def _path(folder: str) -> str:
+    return os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+def predictions(profile: Profile, runs: list[Run], settings: Settings) -> list[Run]:
+    """What steps would take on networks that were not there, by the planner's timeline; bytes are the measured ones."""
+    found = []
+    for rate in PREDICTED:
+        topology = Topology(settings.hosts, 1, float(emulate.parse_rate(rate)))
+        bucket = profile.bucket_bytes
+        problem = Request(profile, topology, Limits(lossy=True), bucket).problem()
+        for measured in runs:
+            policy = POLICIES[measured.name]
+            if policy is not None and policy.startswith("auto"):
+                continue  # it plans for the network that it finds
+            about = _predicted(problem, policy)
+            name = f"{measured.name}, predicted at {format_rate(emulate.parse_rate(rate))}"
+            found.append(Run(name, {"predicted": True, "bytes_per_step": measured.bytes_per_step(), **about}))
+    return found
+
+
+def _predicted(problem: Problem, policy: str | None) -> dict[str, float]:
+    """The step with one policy for all gradients: by the route that attach takes, or else the fastest."""
+    options = [choice.option for choice in problem.choices]
+    if policy is None:
+        numbers = [0]
+    else:
+        own = [i for i, option in enumerate(options) if option.codec == str(parse(policy))]
+        usual = [i for i in own if options[i].route in ("factors", str(Route.parse("alltoall")))]
+        numbers = usual or own
+    step_s, number = min((problem.step_s(problem.uniform(i)), i) for i in numbers)
+    timeline = problem.timeline(problem.uniform(number))
+    return {
+        "step_seconds": step_s,
+        "compute_seconds": problem.outside_s + timeline.compute_s,
+        "coding_seconds": timeline.busy_s(CPU),
+    }
+
+
+__all__ = ["Result", "predictions", "run"]

@@ -1,0 +1,181 @@
+"""What every rank of the demo runs: `python -m gradzip.demo.ranks FOLDER`.
+
+The same model, the same data and the same number of steps for every policy, one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import capture
+from ..hooks import attach
+from ..planner.measure import WARM
+from ..planner.measure.coding import measure_codecs, measure_copies
+from ..planner.measure.record import Recorder as StepRecorder
+from ..planner.measure.wire import measure_network
+from ..report import Recorder
+from .settings import POLICIES, PROFILE, RUNS, SNAPSHOT, Progress, Settings
+
+BUCKET_MB = 3.0  # small enough that exchange and backward overlap, also in the plain run
+LENGTH = 32  # bytes of text per sequence: as on GPUs, computing takes less time than a slow network
+TIMED = 5  # steps that decide how many there will be
+LEAST_STEPS = 10
+DESCRIBED = "gcomp (near-lossless)"  # the run whose gradients the report shows
+
+
+class Rank:
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
+        self.text = capture.corpus()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def run(self) -> None:
+        compute_s = self._timed(exchange=False)
+        plain_s = self._timed(exchange=True)
+        steps = self.settings.steps or max(
+            LEAST_STEPS, int(self.settings.seconds / len(self.settings.policies) / plain_s)
+        )
+        if not self.settings.limit:
+            self._profile()
+        for name in self.settings.policies:
+            self._train(name, steps, compute_s)
+
+    # -- one run ------------------------------------------------------------------------------------------------
+
+    def _train(self, name: str, steps: int, compute_s: float) -> None:
+        model, optimizer, rng = self._fresh()
+        policy = POLICIES[name]
+        handle = None if policy is None else attach(model, optimizer, policy)
+        about: dict[str, Any] = {
+            "policy": policy or "none",
+            "hosts": self.world,
+            "rate": self.settings.rate if self.settings.limit else "loopback, no limit",
+            "compute_seconds": compute_s,
+            "bucket_cap_mb": BUCKET_MB,
+            "parameters": self.settings.size.parameters,
+        }
+        if handle is None:
+            about["bytes_per_step"] = 2 * (self.world - 1) / self.world * 4 * self.settings.size.parameters
+        dist.barrier()
+        path = self.folder / RUNS
+        recorder = Recorder(path, name, handle, **about)
+        described = {2, max(3, steps // 2), steps} if name == DESCRIBED else set()
+        losses: list[float] = []
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+
+            def look(loss: float, lr: float, step: int = step) -> None:
+                if step in described:
+                    recorder.gradients(model, optimizer, ("gcomp:mode=lossless", "gcomp", "gcomp:keep=7"))
+                if handle is None and step == steps and self.rank == 0:
+                    torch.save(vars(capture.snapshot(step, loss, lr, optimizer)), self.folder / SNAPSHOT)
+
+            loss = self._step(model, optimizer, rng, step, steps, look)
+            recorder()
+            losses.append(loss)
+            if self.rank == 0:
+                step_ms = (time.perf_counter() - began) / step * 1e3
+                print(Progress(name, step, steps, loss, step_ms).line(), flush=True)
+        mean = torch.tensor(losses, dtype=torch.float64) / self.world
+        dist.all_reduce(mean)  # after the run: it would be one more message in every step
+        for step, loss in enumerate(mean.tolist(), 1):
+            recorder.later(step, loss=loss)
+        recorder.note(identical=self._identical(model))
+        if handle is not None:
+            handle.detach()
+
+    def _step(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.AdamW,
+        rng: torch.Generator,
+        step: int,
+        steps: int,
+        look: Callable[[float, float], None] | None = None,
+    ) -> float:
+        lr = capture.learning_rate(step, step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        inputs, targets = capture.batch(self.text, self.settings.batch, rng, LENGTH)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if look is not None:
+            look(loss.item(), lr)
+        optimizer.step()
+        return loss.item()
+
+    def _fresh(self) -> tuple[DistributedDataParallel, torch.optim.AdamW, torch.Generator]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(capture.ByteModel(self.settings.size), bucket_cap_mb=BUCKET_MB)
+        rng = torch.Generator().manual_seed(self.rank)
+        return model, torch.optim.AdamW(model.parameters(), lr=capture.PEAK_LR), rng
+
+    def _identical(self, model: DistributedDataParallel) -> bool:
+        """Whether all ranks hold the same parameters, to the bit."""
+        digest = hashlib.sha256()
+        for parameter in model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, digest.hexdigest())
+        return len(set(found)) == 1
+
+    # -- what is measured beforehand ----------------------------------------------------------------------------
+
+    def _timed(self, exchange: bool) -> float:
+        """The median step of the slowest rank, all ranks at work; without exchange it is computing alone."""
+        model, optimizer, rng = self._fresh()
+        times = []
+        with nullcontext() if exchange else model.no_sync():
+            for step in range(1, TIMED + 3):
+                dist.barrier()
+                began = time.perf_counter()
+                self._step(model, optimizer, rng, step, 100)
+                times.append(time.perf_counter() - began)
+        slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+    def _profile(self) -> None:
+        """What the planner needs to predict other networks."""
+        model, optimizer, rng = self._fresh()
+        watch = StepRecorder(model)
+        benchmarks: dict[str, Any] = {}
+        for step in range(1, WARM + TIMED + 3):
+
+            def look(loss: float, lr: float, step: int = step) -> None:
+                watch.backward_is_over()
+                if step == WARM:
+                    codecs = tuple(p for p in POLICIES.values() if p is not None and not p.startswith("auto"))
+                    benchmarks["codecs"] = measure_codecs(model, optimizer, codecs)
+                    benchmarks["copies"] = measure_copies(torch.device("cpu"))
+                    benchmarks.update(measure_network(model.process_group))
+
+            self._step(model, optimizer, rng, step, 100, look)
+            watch.end_step(count=step > WARM + 1)
+        watch.remove()
+        if self.rank == 0:
+            watch.profile(**benchmarks).save(self.folder / PROFILE)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    Rank(folder, Settings.load(folder)).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What the launcher tells its ranks, and the ranks the launcher: JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..capture import ModelSize
+
+PLAIN = "FP32 (plain DDP)"
+POLICIES: dict[str, str | None] = {
+    PLAIN: None,
+    "BF16 (cast)": "cast:to=bf16",
+    "gcomp (near-lossless)": "gcomp",
+    "gcomp:keep=7": "gcomp:keep=7",
+    "powersgd:rank=4": "powersgd:rank=4",
+    "topk:ratio=0.01": "topk:ratio=0.01",
+    "auto (planned)": "auto:save=",
+}
+SIZE = ModelSize(width=192, blocks=6, batch=1)  # 2.8 M parameters, 11 MB of gradients
+
+RUNS, PROFILE, SNAPSHOT = "run.jsonl", "profile.json", "snapshot.pt"  # files that the ranks leave behind
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    seconds: float = 150.0  # for all runs together, more or less
+    steps: int | None = None  # of each run; None: as many as the time allows
+    hosts: int = 4
+    rate: str = "1gbit"
+    limit: bool = True  # False: over the loopback, with predictions instead of times
+    width: int = SIZE.width
+    blocks: int = SIZE.blocks
+    batch: int = SIZE.batch
+    policies: tuple[str, ...] = tuple(POLICIES)
+
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize(self.width, self.blocks, self.batch)
+
+    def save(self, folder: Path) -> None:
+        (folder / _SETTINGS).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Settings:
+        data = json.loads((folder / _SETTINGS).read_text())
+        return cls(**{**data, "policies": tuple(data["policies"])})
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rank 0 prints one after every step."""
+
+    run: str
+    step: int
+    steps: int
+    loss: float
+    step_ms: float
+
+    def line(self) -> str:
+        return json.dumps({"progress": asdict(self)})
+
+    @classmethod
+    def read(cls, line: str) -> Progress | None:
+        """None for any other line."""
+        return cls(**json.loads(line)["progress"]) if line.startswith('{"progress": ') else None

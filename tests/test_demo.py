@@ -1,0 +1,75 @@
+"""The demo, made small: all policies in one launch of two ranks, measured on emulated hosts or predicted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradzip import cli, demo, emulate
+from gradzip.demo.settings import POLICIES
+from gradzip.errors import EmulationError
+
+TINY = functools.partial(demo.Settings, width=32, blocks=1)
+SHORT = ["demo", "--hosts", "2", "--steps", "4"]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "Settings", TINY)
+    monkeypatch.setenv("GRADZIP_ENGINE", "native")
+
+
+def test_without_a_limit_times_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo.html"
+    assert cli.main([*SHORT, "--no-limit", "--json", "--out", str(out)]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    rows = {row["run"]: row for row in shown["rows"]}
+    assert list(rows) == list(POLICIES)
+    assert {row["replicas"] for row in rows.values()} == {"identical"}
+    assert len({rows[name]["loss"] for name in ("FP32 (plain DDP)", "gcomp (near-lossless)")}) == 1
+    sent = {name: float(row["MB/step"]) for name, row in rows.items()}
+    assert sent["topk:ratio=0.01"] < sent["gcomp:keep=7"] < sent["BF16 (cast)"] < sent["FP32 (plain DDP)"]
+    predicted = [row["run"] for row in shown["predicted"]]
+    assert len(predicted) == 2 * (len(POLICIES) - 1)
+    assert all("predicted at 1 Gbit/s" in name or "predicted at 10 Gbit/s" in name for name in predicted)
+    assert any("to measure instead of predicting: gradzip demo --rate 1gbit" in note for note in shown["notes"])
+    exact = {row["codec"] for row in shown["codecs"] if row["max_error"] == 0}
+    assert {"gcomp:mode=lossless"} <= exact <= {"gcomp:mode=lossless", "zstd", "lz4"}
+    page = out.read_text()
+    assert all(name.replace("&", "&amp;") in page for name in [*rows, *predicted])
+    assert "Exponents of the gradients" in page
+
+
+def test_on_emulated_hosts_times_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obstacle = emulate.obstacle()
+    if obstacle:
+        pytest.skip(obstacle)
+    names = ("FP32 (plain DDP)", "gcomp:keep=7")
+    monkeypatch.setattr(demo, "Settings", functools.partial(TINY, policies=names))
+    for module in ("zstandard", "lz4", "lz4.block"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main([*SHORT, "--rate", "100mbit", "--out", str(tmp_path / "demo.html")]) == 0
+    out = capsys.readouterr().out
+    assert "2 hosts at 100 Mbit/s" in out
+    assert all(name in out for name in names)
+    assert "PREDICTED" not in out
+    assert "note: zstd left out" in out
+
+
+def test_a_rank_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TINY(hosts=2, steps=3, limit=False, policies=("no such policy",))
+    with pytest.raises(EmulationError, match="no such policy"):
+        demo.run(tmp_path, settings)
+
+
+@pytest.mark.parametrize("argv", [["--seconds", "0"], ["--steps", "2"]])
+def test_a_demo_needs_time(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", *argv]) == 1
+    assert "give the demo some time" in capsys.readouterr().err
