@@ -49,13 +49,7 @@ INTER_ROUND_S, INTRA_ROUND_S = 20e-6, 4e-6
 COPY_BYTES_PER_S, COPY_LATENCY_S = 12e9, 10e-6
 SIZES = (64 << 10, MIB, 16 * MIB, 256 * MIB)
 
-GPU_NAMES = {
-    "lossless": "gcomp:mode=lossless",
-    "keep=7": "gcomp:keep=7",
-    "near": "gcomp",
-    "near:ulps=256": "gcomp:ulps=256",
-    "near:ulps=65536": "gcomp:ulps=65536",
-}
+OFFERED = ("gcomp:mode=lossless", "gcomp:keep=7", "gcomp", "gcomp:ulps=256", "gcomp:ulps=65536")
 
 
 def ready_times(layers: list[Layer], backward_s: float) -> dict[str, float]:
@@ -73,17 +67,23 @@ def _rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader((RESULTS / name).read_text().splitlines()))
 
 
+def _points(rows: list[dict[str, str]], kind: str) -> list[tuple[float, float]]:
+    """Bytes and seconds."""
+    sizes = [float(row["mib"]) * MIB for row in rows]
+    return [(size, size / float(row[f"{kind}_gbps"]) / 1e9) for size, row in zip(sizes, rows)]
+
+
 def codecs() -> dict[str, CodecCost]:
     gpu: dict[str, list[dict[str, str]]] = {}
     for row in _rows("gpu_codec.csv"):
-        if row["data"] == "gpt" and row["mode"] in GPU_NAMES:
-            gpu.setdefault(GPU_NAMES[row["mode"]], []).append(row)
+        if row["codec"] in OFFERED and row["chunks"] == "1":
+            gpu.setdefault(row["codec"], []).append(row)
     cpu = {row["codec"]: row for row in _rows("cpu_codec.csv") if "avx512" in row["engine"]}
     found = {}
     for text, rows in gpu.items():
         curves = {}
         for kind in ("encode", "decode"):
-            points = [(float(r["MiB"]) * MIB, float(r["MiB"]) * MIB / float(r[f"{kind} GB/s"]) / 1e9) for r in rows]
+            points = _points(rows, kind)
             curves[kind] = {"gpu": Curve(tuple(points))}
             if text in cpu:
                 size = float(cpu[text]["values"]) * 4
@@ -91,7 +91,7 @@ def codecs() -> dict[str, CodecCost]:
                 curves[kind]["cpu"] = Curve(((size, seconds),))
         codec = parse(text)
         found[str(codec)] = CodecCost(codec, float(rows[-1]["ratio"]), curves["encode"], curves["decode"], batched=True)
-    copy = [(float(r["MiB"]) * MIB, float(r["MiB"]) * MIB / float(r["copy GB/s"]) / 1e9) for r in gpu["gcomp"]]
+    copy = _points(gpu["gcomp"], "copy")
     cast = parse("cast:to=bf16")
     found[str(cast)] = CodecCost(cast, 2.0, {"gpu": Curve(tuple(copy))}, {"gpu": Curve(tuple(copy))}, batched=True)
     return found
