@@ -5,7 +5,8 @@
     gradzip bench codec --device cuda --input gradient.pt --csv gpu_codec.csv    # on a GPU
     python bench/make_tables.py
 
-cpu_codec.csv is the first file with the native rows of the second behind it. The rows of mode=paper and of gcomp on AVX2 are older than a change that made those encoders faster.
+cpu_codec.csv is the first file with the native rows of the second behind it. The rows of mode=paper and of gcomp on AVX2
+are older than a change that made those encoders faster.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ computes its floors from parameters and second moments inside the time shown.
 GPU_HEAD = """
 ## GComp on an H200
 GB/s of raw input, CUDA events around whole calls: host launches and the wait for the size are inside, which is most of
-the time of small messages. A million values of a 10 M-parameter GPT's gradient (AdamW, step 300), repeated to each size.
-*Memory* is the share of the speed at which a device copy moves as many bytes as are read and written; *copy* is that copy.
+the time of small messages. A million values of a 10 M-parameter GPT's gradient (AdamW, step 300), repeated to each
+size. *Memory* is the share of the speed at which a device copy moves as many bytes as are read and written; *copy* is
+that copy.
 nvCOMP's rows are its Python codecs on the same floats, with the memory that they allocate.
 
 | codec | MiB | chunks | ratio | encode | decode | copy | encode / memory | decode / memory |
@@ -53,8 +55,8 @@ def gpu_table() -> str:
         return f"{float(text):.2f}" if float(text) else "–"
 
     lines = [
-        f"| {r['codec']} | {float(r['mib']):.0f} | {r['chunks']} | {float(r['ratio']):.2f} | {float(r['encode_gbps']):.0f} "
-        f"| {float(r['decode_gbps']):.0f} | {float(r['copy_gbps']):.0f} | {share(r['encode_floor'])} "
+        f"| {r['codec']} | {float(r['mib']):.0f} | {r['chunks']} | {float(r['ratio']):.2f} "
+        f"| {float(r['encode_gbps']):.0f} | {float(r['decode_gbps']):.0f} | {float(r['copy_gbps']):.0f} | {share(r['encode_floor'])} "
         f"| {share(r['decode_floor'])} |"
         for r in rows
         if float(r["mib"]) not in (1, 64)
