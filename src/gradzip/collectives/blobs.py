@@ -23,11 +23,12 @@ def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor
     width = len(contributions[0]) if contributions else 0
     table = [len(contributions), width, len(numbers), *numbers, *(blob.numel() for blob in blobs)]
     head = torch.tensor([len(table), *table]).view(torch.uint8)
-    home = blobs[0].device if blobs else head.device
+    places = {blob.device for blob in blobs}  # routes may code on the CPU and on a GPU
+    home = places.pop() if len(places) == 1 else head.device
     if len(blobs) == 1 and head.numel() == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
         whole[:HEAD_ROOM] = head.to(home)
         return whole
-    return torch.cat([head.to(home), *blobs])
+    return torch.cat([head.to(home), *(blob.to(home) for blob in blobs)])
 
 
 def unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
