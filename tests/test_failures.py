@@ -80,7 +80,7 @@ def failing(rank: int) -> dict[str, dict[str, str]]:
                 if when == "raised":
                     run.train(0, 3)
                 else:
-                    run.handle._reduce(None)  # what a further backward would meet
+                    run.handle.reduce(None)  # what a further backward would meet
             except Exception as error:
                 said[when] = str(error)
         said["kept"] = f"{type(run.handle.error).__name__}: {run.handle.error}"

@@ -131,12 +131,20 @@ def test_memory_is_saved_flat_and_by_rank() -> None:
     memory.lost("a.w", torch.arange(6.0).view(2, 3))
     memory.state("a.w", "powersgd")["q"] = torch.ones(3, 1)
     memory.state("a.w", "other")["count"] = 7
+    memory.state("a.w", "dgc")["own_u"] = torch.ones(6)
     memory.commit()
+    assert memory.held() == {"a.w": 4 * (6 + 3 + 6)}
     state = memory.state_dict()
-    assert set(state) == {"rank1/residual/gradient/a.w", "codec/powersgd/a.w/q", "codec/other/a.w/count"}
+    assert set(state) == {
+        *("rank1/residual/gradient/a.w", "codec/powersgd/a.w/q", "codec/other/a.w/count"),
+        *("rank1/codec/dgc/a.w/own_u", "rank1/entries"),
+    }
     same, stranger = Memory(rank=1), Memory(rank=0)
-    same.load_state_dict(state)
-    stranger.load_state_dict(state)
+    shapes, cpu = {"a.w": torch.Size((2, 3))}, torch.device("cpu")
+    same.load_state_dict(state, shapes, cpu)
+    stranger.load_state_dict(state, shapes, cpu)
+    assert stranger.state("a.w", "dgc") == {}
+    assert torch.equal(same.state("a.w", "dgc")["own_u"], torch.ones(6))
     zero = torch.zeros(2, 3)
     assert torch.equal(same.compensated("a.w", zero), torch.arange(6.0).view(2, 3))
     assert stranger.compensated("a.w", zero) is zero
@@ -145,3 +153,32 @@ def test_memory_is_saved_flat_and_by_rank() -> None:
     memory.commit()
     with pytest.raises(Unsupported, match="list"):
         memory.state_dict()
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    memory = Memory(rank=0)
+    memory.lost("a.w", torch.ones(2, 3))
+    memory.commit()
+    state, cpu = memory.state_dict(), torch.device("cpu")
+    for shapes, left_out, words in (
+        ({"a.v": torch.Size((2, 3))}, "", "no parameter 'a.w', did you mean 'a.v'"),
+        ({"a.w": torch.Size((3, 2))}, "", r"shape \(2, 3\) there and \(3, 2\) here"),
+        ({"a.w": torch.Size((2, 3))}, "rank0/residual/gradient/a.w", "0 of the 1 entries.*load_checkpoint"),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            memory.load_state_dict({k: v for k, v in state.items() if k != left_out}, shapes, cpu)
+    assert torch.equal(memory.compensated("a.w", torch.zeros(2, 3)), torch.ones(2, 3))
+
+
+def test_residuals_are_kept_in_the_form_that_the_codec_asks_for() -> None:
+    x = torch.tensor([1.0, 1 / 3, 257.0])
+    for form, size, close in (("fp32", 12, 0.0), ("cpu", 12, 0.0), ("bf16", 6, 2.0**-8)):
+        memory = Memory(rank=0)
+        memory.forms["w"] = form
+        memory.lost("w", 4 * x, scale=4.0)
+        memory.commit()
+        assert memory.held() == {"w": size}
+        back = memory.compensated("w", torch.zeros(3), scale=2.0)
+        assert back.dtype == torch.float32
+        assert torch.allclose(back, 2 * x, rtol=close, atol=0)
+        assert (close == 0) == torch.equal(back, 2 * x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -24,6 +25,7 @@ from .feedback import Memory
 from .refresh import SharedBook
 
 Future = torch.futures.Future[torch.Tensor]
+PLAIN = "identity/allreduce"
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,22 @@ class Backward:
     on_end: Callable[[Backward], None]
     check: bool = False  # compare the results of all ranks at the end
     books: SharedBook = field(default_factory=SharedBook)
+    rates: list[float] = field(default_factory=list)  # the optimizer's, when the pass began
+    learns: bool = False  # the policy wants to see the means
     totals: Outcome = field(default_factory=Outcome)
     raw_bytes: int = 0  # of the buckets
+    parts: dict[str, Outcome] = field(default_factory=dict)  # of the totals, by codec and route
+    exposed: float = 0.0  # seconds from the last bucket's arrival to the end
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._late: list[tuple[str, torch.Tensor]] = []
-        self._results: list[tuple[str, torch.Tensor]] = []
+        self.results: list[tuple[str, torch.Tensor]] = []  # where the means will be
         self._tickets: list[_Ticket] = []
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
-        self._floors: checks.FloorCheck | None = None
+        self._comparison: checks.Comparison | None = None
+        self._last_came: float | None = None
         shares = [way.codec.limit for way in self.ways.values() if shares_book(way.codec)]
         self._limit = min(shares) if shares else 0  # of codes in the shared book; 0: nobody uses one
         self._book = self.books.at(self.number) if shares else None
@@ -89,26 +96,26 @@ class Backward:
         ticket.held = bool(late) or self.check
         self._tickets.append(ticket)
         self._late += late
-        self._results += named if self.check else []
+        self.results += named
         self.raw_bytes += buffer.numel() * buffer.itemsize
         if self.plain:
-            self._start(
-                ticket, lambda done: average_plainly(buffer, self._plain_words(named), self.channel, done, ready)
-            )
+            words = self._plain_words(named)
+            self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
         else:
             soon = [(name, g) for name, g in named if not self.ways[name].late]
             for message in self._messages(soon, ready):
-                self._start(ticket, functools.partial(submit, message, self.channel))
+                self._start(ticket, _kind(message), functools.partial(submit, message, self.channel))
             if last:
                 for message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
-                    self._start(None, functools.partial(submit, message, self.channel))
+                    self._start(None, _kind(message), functools.partial(submit, message, self.channel))
         if last and self._counts is not None:
             refresh = functools.partial(self.books.refresh, self._counts, self.number, self._limit, self.channel)
-            self._start(None, refresh)
+            self._start(None, "code books", refresh)
         if last and self.check:
-            checks.compare_results(self._results, self.number, self._complete, self.channel, self._checked)
+            checks.compare_results(self.results, self.number, self._complete, self.channel, self._checked)
         if last:
-            self._ended(None, Outcome())
+            self._last_came = time.perf_counter()
+            self._ended(None, None, Outcome())
         if self.totals.error is not None:  # it failed before it knew of this bucket
             self.fail(self.totals.error)
         return future
@@ -137,6 +144,7 @@ class Backward:
                     self._must_be_lossless,
                 )
             state = {"book": self._book} if shares_book(way.codec) else self.memory.state(name, way.codec.name)
+            self.memory.forms[name] = way.codec.error_memory
             messages[key].tensors.append(gradient)
             messages[key].contexts.append(
                 Context(
@@ -151,33 +159,40 @@ class Backward:
             )
         return list(messages.values())
 
-    # -- floors -------------------------------------------------------------------------------------------------
+    # -- whether all ranks see the same --------------------------------------------------------------------------
 
-    def compare_floors(self, warn: Callable[[str], None]) -> None:
-        """At the beginning: whether all ranks would round to the same grid. What comes of it is known later."""
+    def compare(self, joined: bool, warn: Callable[[str], None]) -> None:
+        """At the beginning: tells the other ranks whether this one takes part, and its grids. The answer comes later.
+
+        `joined` is for a rank that has run out of inputs and only keeps the others company.
+        """
         floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
-        if floors:
-            cuda = self.channel.device.type == "cuda"
-            ready = torch.cuda.current_stream(self.channel.device).record_event() if cuda else None
-            self._floors = checks.FloorCheck(floors, self.number, self.channel, warn, ready)
+        if floors or self.learns:
+            self._comparison = checks.Comparison(floors, joined, self.number, self.channel, warn)
 
     def _must_be_lossless(self) -> bool:
-        """Waits for the other ranks' floors; True if they differ from this one's."""
-        return self._floors is not None and not self._floors.agree()
+        """Waits for the other ranks' grids; True if they differ from this one's."""
+        return self._comparison is not None and not self._comparison.grids_agree()
+
+    def one_has_joined(self) -> bool:
+        """Whether a rank took no part, as far as it was asked."""
+        return self._comparison is not None and self._comparison.one_has_joined()
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
-    def _start(self, ticket: _Ticket | None, submit: Callable[[Callable[[Outcome], None]], None]) -> None:
+    def _start(self, ticket: _Ticket | None, kind: str, submit: Callable[[Callable[[Outcome], None]], None]) -> None:
         with self._lock:
             self._open += 1
             if ticket is not None:
                 ticket.left += 1
-        submit(functools.partial(self._ended, ticket))
+        submit(functools.partial(self._ended, ticket, kind))
 
-    def _ended(self, ticket: _Ticket | None, outcome: Outcome) -> None:
-        """A message is through, or all buckets have come."""
+    def _ended(self, ticket: _Ticket | None, kind: str | None, outcome: Outcome) -> None:
+        """A message of that kind is through, or all buckets have come."""
         with self._lock:
             self.totals.add(outcome)
+            if kind is not None:
+                self.parts.setdefault(kind, Outcome()).add(outcome)
             self._open -= 1
             if ticket is not None:
                 ticket.left -= 1
@@ -197,6 +212,7 @@ class Backward:
         self.fail(outcome.error) if outcome.error is not None else self._finish()
 
     def _finish(self) -> None:
+        self.exposed = time.perf_counter() - self._last_came if self._last_came is not None else 0.0
         self.memory.commit() if self.totals.finite else self.memory.drop()
         self.on_end(self)
         for ticket in self._tickets:
@@ -214,6 +230,10 @@ class Backward:
 
 def shares_book(codec: Codec) -> TypeGuard[GComp]:
     return isinstance(codec, GComp) and codec.book == "shared"
+
+
+def _kind(message: Message) -> str:
+    return f"{message.codec}/{message.route}"
 
 
 def _give(ticket: _Ticket, error: BaseException | None = None) -> None:

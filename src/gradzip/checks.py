@@ -14,45 +14,57 @@ from .errors import PeerError
 _SAMPLED = 61  # every 61st value is looked at in a step, another one in the next
 
 
-class FloorCheck:
-    """Whether all ranks would round to the same grid; what is compared is a sample that changes from step to step.
+class Comparison:
+    """At the beginning of a step: whether all ranks take part, and would round to the same grid.
 
-    Ranks differ where one has joined early under uneven inputs, or has other optimizer settings than the rest. Then
-    this step's gradients go lossless on all of them.
+    A rank that has joined early under uneven inputs takes no steps, so its parameters fall behind. Grids also differ
+    where a rank has other optimizer settings than the rest. Either way this step's gradients go lossless on all of
+    them. What is compared of grids is a sample that changes from step to step.
     """
 
     def __init__(
         self,
         floors: Mapping[str, Floor | torch.Tensor],
+        joined: bool,
         step: int,
         channel: Channel,
         warn: Callable[[str], None],
-        ready: torch.cuda.Event | None = None,
     ) -> None:
-        """`ready`: when parameters and optimizer state are, where they lie on a GPU."""
-        self._ready = ready
         self._known = threading.Event()
-        self._differ = False
-        self._names, self._warn = list(floors), warn
+        self._differ = self._joined = False
+        self._floors, self._own, self._warn = dict(floors), joined, warn
+        cuda = channel.device.type == "cuda"
+        ready = torch.cuda.current_stream(channel.device).record_event() if cuda else None
         what = f"a comparison of {len(floors)} grids at step {step}"
-        single(what, lambda job, outcome: self._compare(list(floors.values()), step, channel), channel, self._end)
+        single(what, lambda job, outcome: self._compare(step, ready, channel), channel, self._end)
 
-    def agree(self) -> bool:
+    def grids_agree(self) -> bool:
         """Waits for the others. If they have failed, so will whatever comes next."""
         self._known.wait()
-        return not self._differ
+        return not (self._differ or self._joined)
 
-    def _compare(self, floors: list[Floor | torch.Tensor], step: int, channel: Channel) -> Steps:
-        if self._ready is not None:
-            torch.cuda.current_stream().wait_event(self._ready)
-        sums = torch.tensor([_floor_sum(floor, step) for floor in floors])
-        for rank, name in (yield from _differences(sums, self._names, channel)):
+    def one_has_joined(self) -> bool:
+        self._known.wait()
+        return self._joined
+
+    def _compare(self, step: int, ready: torch.cuda.Event | None, channel: Channel) -> Steps:
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        sums = torch.cat([torch.tensor([int(self._own)]), _floor_sums(list(self._floors.values()), step)])
+        names = ["", *self._floors]
+        differing = yield from _differences(sums, names, channel)
+        gone = channel.rank if self._own else next((rank for rank, name in differing if not name), None)
+        if gone is not None:
+            self._joined = True
+            if self._floors:
+                self._warn(f"rank {gone} has no more inputs: while others go on, gradients are sent lossless")
+        elif differing:
             self._differ = True
+            rank, name = differing[0]
             self._warn(
                 f"rank {rank} would round {name!r} to another grid than rank {channel.rank}: its parameters, optimizer "
                 "state or settings differ. Gradients are sent lossless until they agree"
             )
-            return
 
     def _end(self, outcome: Outcome) -> None:
         self._known.set()
@@ -115,12 +127,15 @@ def bit_sum(x: torch.Tensor) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _floor_sum(floor: Floor | torch.Tensor, step: int) -> int:
-    start = step % _SAMPLED
-    if isinstance(floor, torch.Tensor):
-        return int(floor.view(-1)[start::_SAMPLED].sum(dtype=torch.int64))
-    parts = [floor.theta] if floor.second is None else [floor.theta, floor.second]
-    total = (floor.c0 * 31 + floor.c1) * 31 + floor.c2
-    for number, part in enumerate(parts, start=1):
-        total += number * int(part.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64))
-    return total
+def _floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tensor:
+    """A number for each, from a sample of its values; fetched from the device in one go."""
+    start, sums = step % _SAMPLED, []
+    for floor in floors:
+        if isinstance(floor, torch.Tensor):
+            sums.append(floor.view(-1)[start::_SAMPLED].sum(dtype=torch.int64))
+            continue
+        total = floor.theta.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64)
+        if floor.second is not None:
+            total = total + 2 * floor.second.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64)
+        sums.append(total + (floor.c0 * 31 + floor.c1) * 31 + floor.c2)
+    return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)

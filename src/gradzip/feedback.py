@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .codecs.base import wide
-from .errors import Unsupported
+from .errors import Unsupported, nearest
 from .sensitivity.near import memory_order
 
 _WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -31,10 +31,11 @@ def clean_name(name: str) -> str:
 
 
 class Memory:
-    """Residuals, kept unscaled and in float32, and the state that codecs keep in `Context.state`."""
+    """Residuals, kept unscaled, and the state that codecs keep in `Context.state`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.forms: dict[str, str | None] = {}  # by name: how residuals are kept, as in Codec.error_memory
         self._residuals: dict[str, torch.Tensor] = {}  # by "stage/name"
         self._states: dict[str, dict[str, Any]] = {}  # by "codec/name"
         self._next_residuals: dict[str, torch.Tensor | None] = {}
@@ -48,17 +49,21 @@ class Memory:
         `stage` tells the encodes of one route apart; `scale` is the loss scale that x carries.
         """
         residual = self._residuals.get(f"{stage}/{name}")
-        total = x if residual is None else wide(x) + residual * scale
+        total = x if residual is None else wide(x) + _at_work(residual, x) * scale
         for key in self._folded(name) if stage == GRADIENT else ():
             start, _, stop = key.partition("/")[0].partition(".")[2].partition("-")
             total = wide(total).clone() if total is x else total
             flat = total.permute(memory_order(total)).view(-1)
-            flat[int(start) : int(stop)] += self._residuals[key] * scale
+            flat[int(start) : int(stop)] += _at_work(self._residuals[key], x) * scale
         return total
 
     def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """Notes what this step's encode lost; None: everything got through, also what was lost before."""
-        self._next_residuals[f"{stage}/{name}"] = None if residual is None else wide(residual) / scale
+        form = self.forms.get(name)
+        kept = None if residual is None else wide(residual) / scale
+        if kept is not None and form in ("bf16", "cpu"):
+            kept = kept.bfloat16() if form == "bf16" else kept.cpu()
+        self._next_residuals[f"{stage}/{name}"] = kept
         if stage == GRADIENT:
             self._next_residuals |= dict.fromkeys(self._folded(name))
 
@@ -97,27 +102,80 @@ class Memory:
     def drop(self) -> None:
         self._next_residuals, self._next_states = {}, {}
 
+    # -- what is held -------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, int]:
+        """Bytes held from step to step, by parameter name."""
+        out: dict[str, int] = {}
+        for key, residual in self._residuals.items():
+            name = key.partition("/")[2]
+            out[name] = out.get(name, 0) + residual.nbytes
+        for key, state in self._states.items():
+            name = _whole(key.partition("/")[2])
+            out[name] = out.get(name, 0) + sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+        return {name: size for name, size in out.items() if size}
+
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Value]:
-        """Flat, tensors and numbers only. Residuals differ between ranks, so their keys carry the rank."""
-        out: dict[str, Value] = {f"rank{self.rank}/residual/{key}": r.clone() for key, r in self._residuals.items()}
+        """Flat, tensors and numbers only. What differs between ranks has the rank in its key."""
+        own = f"rank{self.rank}/"
+        out: dict[str, Value] = {f"{own}residual/{key}": r.clone() for key, r in self._residuals.items()}
         for key, state in self._states.items():
             for field, value in state.items():
                 if not isinstance(value, torch.Tensor | int | float):
                     raise Unsupported(f"cannot save {field!r} of {key}: codec state is tensors and numbers")
-                out[f"codec/{key}/{field}"] = value.clone() if isinstance(value, torch.Tensor) else value
-        return out
+                whose = own if field.startswith("own_") else ""
+                out[f"{whose}codec/{key}/{field}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        return out | {f"{own}entries": len(out)}  # tells a checkpoint that was read in part
 
-    def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        """Takes the codecs' state and this rank's residuals; those of other ranks are passed over."""
-        self.drop()
-        self._residuals, self._states = {}, {}
+    def load_state_dict(
+        self, state: Mapping[str, Value], shapes: Mapping[str, torch.Size], device: torch.device
+    ) -> None:
+        """Takes the codecs' state and this rank's residuals; those of other ranks are passed over.
+
+        `shapes` are those of the model's parameters. Nothing is taken of a state that does not fit.
+        """
+        own = f"rank{self.rank}/"
+        residuals: dict[str, torch.Tensor] = {}
+        states: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
-            kept = value.clone() if isinstance(value, torch.Tensor) else value
-            kind, _, rest = key.partition("/")
+            kind, _, rest = key.removeprefix(own).partition("/")
             if kind == "codec":
                 owner, _, field = rest.rpartition("/")
-                self._states.setdefault(owner, {})[field] = kept
-            elif kind == f"rank{self.rank}" and rest.startswith("residual/") and isinstance(kept, torch.Tensor):
-                self._residuals[rest.removeprefix("residual/")] = kept
+                _check_name(_whole(owner.partition("/")[2]), shapes)
+                kept = value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+                states.setdefault(owner, {})[field] = kept
+            elif kind == "residual" and isinstance(value, torch.Tensor):
+                stage, _, name = rest.partition("/")
+                _check_name(name, shapes)
+                if stage == GRADIENT and value.shape != shapes[name]:
+                    raise Unsupported(
+                        f"the state is of another model: {name!r} has shape {tuple(value.shape)} there and "
+                        f"{tuple(shapes[name])} here"
+                    )
+                home = torch.device("cpu") if self.forms.get(name) == "cpu" else device
+                residuals[rest] = value.to(home, copy=True)
+        expected, found = state.get(f"{own}entries"), len(residuals) + sum(map(len, states.values()))
+        if expected is not None and expected != found:
+            raise Unsupported(
+                f"the state holds {found} of the {expected} entries that rank {self.rank} saved. A checkpoint of "
+                "torch.distributed.checkpoint is read by handle.load_checkpoint(path), which asks for all of them"
+            )
+        self.drop()
+        self._residuals, self._states = residuals, states
+
+
+def _at_work(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A residual where and in what it is added to x."""
+    return wide(residual.to(x.device, non_blocking=True))
+
+
+def _whole(name: str) -> str:
+    """The parameter that a stretch such as `weight[0:100]` is of."""
+    return re.sub(r"\[\d+:\d+\]$", "", name)
+
+
+def _check_name(name: str, shapes: Mapping[str, torch.Size]) -> None:
+    if name not in shapes:
+        raise Unsupported(f"the state is of another model: this one has no parameter {name!r}{nearest(name, shapes)}")

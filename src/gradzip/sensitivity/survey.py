@@ -45,8 +45,11 @@ class Case:
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside wrappers such as Accelerate's and Lightning's, which keep it as `.optimizer`."""
-    while type(optimizer) not in KNOWN and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    while type(optimizer) not in KNOWN:
+        inner: Any = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) and not hasattr(inner, "optimizer"):
+            break
+        optimizer = inner
     return optimizer
 
 

@@ -1,0 +1,14 @@
+"""attach: gradient exchange for DistributedDataParallel.
+
+entry       attach itself: what it accepts, the environment's word, the hook that DDP calls
+handle      what attach returns: steps, statistics, checkpoints
+off         the handle under GRADZIP=off
+ways        what each gradient goes through under a policy
+premises    what near mode takes for granted about the optimizer, watched
+report      the lines that rank 0 says
+"""
+
+from .entry import attach
+from .handle import Handle
+
+__all__ = ["Handle", "attach"]

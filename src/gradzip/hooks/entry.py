@@ -1,0 +1,194 @@
+"""attach: what it accepts, and the hook that DDP calls.
+
+DDP calls the hook for one bucket after the other, in the same order on all ranks. The hook hands the bucket's gradients
+to the pass that is under way (backward.py), which sends them by the channel that all handles of these ranks share; DDP
+waits for the futures at the end of backward.
+"""
+# Annotations are not postponed in this file: DDP looks at those of the hook and accepts classes only.
+
+import os
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..codecs import Codec
+from ..errors import Unsupported, nearest
+from ..option import Option
+from ..plan import Plan
+from ..policy import Fixed, Policy, as_policy
+from ..sensitivity.survey import unwrap
+from .handle import Handle
+from .off import Off
+
+SWITCH = "GRADZIP"  # off: attach does nothing
+POLICY = "GRADZIP_POLICY"  # a codec's text form, auto, or the path of a plan.json: used instead of what the code says
+
+# What keeps gradients in pieces, and what can be had there today. By the names of classes: none is imported for this.
+_SHARDED = {
+    "FullyShardedDataParallel": "FSDP reduces in 16 bits with MixedPrecision(reduce_dtype=torch.bfloat16)",
+    "FSDPModule": "FSDP2 reduces in 16 bits with MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+    "DeepSpeedEngine": "DeepSpeed has communication_data_type, and compressed optimizers such as 1-bit Adam",
+}
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    policy: str | Codec | Option | Policy | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+    heartbeat: timedelta | None = None,
+) -> Handle:
+    """Compresses the gradients of a DDP model from its next backward on. Call it on all ranks.
+
+    The policy is a codec's text form such as "powersgd:rank=2", a Codec, an Option or a Policy. The default is
+    "gcomp", which sends the bits that the optimizer can feel; without an optimizer it is "gcomp:mode=lossless".
+    `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
+    first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
+    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min).
+
+    "auto" profiles the first steps of the run, plans, and uses the plan if it pays; "auto:lossy=true" and
+    "auto:codecs=gcomp,powersgd" offer it more than near-lossless codecs (planner/auto.py).
+
+    The environment has the last word: GRADZIP=off leaves the model as it is, GRADZIP_POLICY is used instead of
+    `policy`. Set them alike on all ranks.
+    """
+    ddp = _unwrapped(model)
+    _check(ddp)
+    if optimizer is not None:
+        optimizer = unwrap(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Unsupported(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and has none as .optimizer")
+    if _switched_off():
+        return Off()
+    policy = _from_environment() or policy
+    if policy is None:
+        policy = "gcomp:mode=lossless" if optimizer is None else "gcomp"
+    settings: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
+    if isinstance(policy, str) and policy.partition(":")[0] == "auto":
+        return _automatic(ddp, optimizer, policy, settings)
+    return _attached(ddp, optimizer, as_policy(policy), settings)
+
+
+def _attached(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, policy: Policy, settings: dict[str, Any]
+) -> Handle:
+    handle = Handle(model, optimizer, policy, **settings)  # complains before anything has changed
+    slot = _slots.get(model)
+    if slot is None:
+        slot = _slots[model] = _Slot(model.process_group)
+        model.register_comm_hook(slot, _hook)
+    slot.handle = handle
+    handle.on_detach = slot.leave
+    return handle
+
+
+def _automatic(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | None,
+    policy: str,
+    settings: dict[str, Any],
+) -> Handle:
+    from ..planner.auto import Auto, Pilot  # who does not plan need not load the planner
+
+    wanted = Auto.parse(policy)
+    if optimizer is None:
+        raise Unsupported("auto counts the optimizer's steps: attach(model, optimizer, 'auto')")
+    handle = _attached(model, optimizer, Fixed("identity"), settings)
+    handle.pilot = Pilot(handle, model, optimizer, wanted)
+    return handle
+
+
+# -- what is accepted --------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(model: object) -> DistributedDataParallel:
+    """The DDP model inside what torch.compile made of it."""
+    while not isinstance(model, DistributedDataParallel):
+        kinds = [kind.__name__ for kind in type(model).__mro__]
+        for name, today in _SHARDED.items():
+            if name in kinds:
+                raise Unsupported(
+                    f"attach works on DistributedDataParallel models, and {kinds[0]} keeps gradients in shards: "
+                    f"gradzip cannot reach them yet. What works today: {today}; or DDP, if the model fits on each GPU"
+                )
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            raise Unsupported(
+                f"attach needs a DistributedDataParallel model, not {kinds[0]}: "
+                "wrap it first, as in attach(DistributedDataParallel(model), optimizer)"
+            )
+        model = inner
+    return model
+
+
+def _check(model: DistributedDataParallel) -> None:
+    if getattr(model, "_use_python_reducer", False):
+        raise Unsupported(
+            "this model averages inside the compiled graph (DDP's python reducer), where no hook can compress: "
+            "set torch._dynamo.config.optimize_ddp to True, the default, before DistributedDataParallel(model)"
+        )
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"attach works on models on the CPU or on one GPU, and this one has parameters on {names}")
+    if model in _slots:
+        if _slots[model].handle is not None:
+            raise Unsupported("this model has a handle already: change its policy by set_policy, or detach it first")
+    elif model._comm_hooks:
+        name = getattr(model._comm_hooks[0][0], "__qualname__", str(model._comm_hooks[0][0]))
+        raise Unsupported(
+            f"this model has another hook, {name}, and DDP takes one for good: leave out register_comm_hook and DDP's "
+            "own mixed_precision, and make the model anew"
+        )
+
+
+def _switched_off() -> bool:
+    word = os.environ.get(SWITCH, "").strip().lower()
+    if word not in ("", "on", "off"):
+        raise Unsupported(f"{SWITCH}={word!r}{nearest(word, ('on', 'off'))}: set it to off, to on, or not at all")
+    return word == "off"
+
+
+def _from_environment() -> str | Policy | None:
+    word = os.environ.get(POLICY, "").strip()
+    return Plan.load(word) if word.endswith(".json") else word or None
+
+
+# -- the hook ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Slot:
+    """A model's hook. DDP takes one hook for good, so it outlives the handle and averages plainly without one."""
+
+    group: dist.ProcessGroup
+    handle: Handle | None = None
+
+    def leave(self) -> None:
+        self.handle = None
+
+
+_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _Slot]" = weakref.WeakKeyDictionary()
+
+
+def _hook(slot: _Slot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return _plain_average(slot.group, bucket) if slot.handle is None else slot.handle.reduce(bucket)
+
+
+def _plain_average(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does without a hook, to the bit."""
+    buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return averaged

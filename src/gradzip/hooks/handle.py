@@ -1,0 +1,343 @@
+"""Handle: the compression of one model's gradients. What `attach` returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import collectives
+from ..backward import PLAIN, Backward, Future
+from ..codecs import Codec
+from ..collectives.coder import finite
+from ..errors import GradzipWarning, PeerError, Unsupported
+from ..feedback import Memory, Value
+from ..option import Option
+from ..policy import Adaptive, Policy, as_policy
+from ..refresh import SharedBook
+from . import report
+from .checkpoint import read_checkpoint
+from .premises import Premises
+from .ways import Ways, parameter_names
+
+if TYPE_CHECKING:
+    from ..planner.auto import Pilot
+
+STATE_VERSION = 0
+CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
+_CODECS, _POLICY = "codecs", "policy/"  # keys of the state: which codec each parameter had, and what a policy learnt
+
+
+class Handle:
+    """The compression of one model's gradients; what `attach` returns."""
+
+    pilot: Pilot | None = None  # of the policy "auto"
+    on_detach: Callable[[], None] | None = None
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None,
+        policy: Policy,
+        scaler: torch.amp.GradScaler | None,
+        mesh: DeviceMesh | None = None,
+        timeout: timedelta | None = None,
+        heartbeat: timedelta | None = None,
+    ) -> None:
+        self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
+        self._model = weakref.ref(model)
+        self._names = parameter_names(model)
+        self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
+        self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
+        group = model.process_group
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        topology = (
+            collectives.Topology.of_ranks(rank, ranks)
+            if mesh is None
+            else collectives.Topology.of_mesh(rank, ranks, mesh)
+        )
+        self._ways = Ways(self._names, self._device, optimizer, topology)
+        self._ways.check(policy)
+        self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
+        self._memory = Memory(self._channel.rank)
+        self._books = SharedBook()
+        self._backward: Backward | None = None
+        self._steps = self._steps_here = 0  # backward passes in all, and in this process
+        self._totals, self._bytes_raw, self._exposed = collectives.Outcome(), 0, 0.0
+        self._parts: dict[str, collectives.Outcome] = {}
+        self._to_warn: list[str] = []  # from the channel's threads; said on the user's
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        self._premises = None if optimizer is None else Premises(optimizer, self._warn)
+        if self._channel.rank == 0:
+            shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
+            report.say(report.at_attach(self._ways.of(policy, 1.0), shapes, self._channel.world))
+
+    # -- for the user -------------------------------------------------------------------------------------------
+
+    def set_policy(self, policy: str | Codec | Option | Policy) -> None:
+        """Uses another policy from the next step on. Call it on all ranks at the same point."""
+        chosen = as_policy(policy)
+        self._ways.check(chosen)
+        self._drain()
+        self._memory.fold()  # what sums lost on routes that may no longer be taken
+        self._policy = chosen
+
+    def end_epoch(self) -> None:
+        """Tells a policy that counts epochs that one is over. Call it on all ranks at the same point."""
+        self._drain()
+        if isinstance(self._policy, Adaptive):
+            self._policy.end_epoch()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since attach, for this rank.
+
+        `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `exposed_seconds` is what passed
+        between the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route,
+        `tensors` the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what
+        a policy that learns has decided.
+        """
+        self._drain()
+        with self._lock:
+            return self._stats()
+
+    def _stats(self) -> dict[str, Any]:
+        sent, world, held = self._totals.bytes_sent, self._channel.world, self._memory.held()
+        raw = 2 * (world - 1) * self._bytes_raw // world
+        tensors = {
+            name: {"option": str(self._policy.option(name, p.shape)), "values": p.numel(), "memory": held.get(name, 0)}
+            for p, name in self._names.items()
+            if p.requires_grad
+        }
+        learnt = self._policy.state_dict().values() if isinstance(self._policy, Adaptive) else ()
+        return {
+            "steps": self._steps,
+            "steps_here": self._steps_here,
+            "bytes_sent": sent,
+            "bytes_raw": raw,
+            "ratio": raw / sent if sent else 1.0,
+            "collectives": self._totals.collectives,
+            "coding_seconds": self._totals.coding,
+            "exposed_seconds": self._exposed,
+            "memory": sum(held.values()) + sum(v.nbytes for v in learnt if isinstance(v, torch.Tensor)),
+            "codecs": {
+                kind: {"bytes_sent": part.bytes_sent, "coding_seconds": part.coding}
+                for kind, part in self._parts.items()
+            },
+            "tensors": tensors,
+            "history": list(self._policy.history) if isinstance(self._policy, Adaptive) else [],
+        }
+
+    def detach(self) -> None:
+        """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
+        if self.pilot is not None:
+            self.pilot.end()
+        if self.on_detach is None:
+            return
+        self.on_detach()
+        self.on_detach = None
+        if self._premises is not None:
+            self._premises.remove()
+        self._drain()
+        self._channel.leave()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Value]:
+        """All that a resume needs: tensors and numbers, in one flat dictionary.
+
+        Keys that start with `rank` belong to one rank: save the dictionary of every rank, or hand it to
+        torch.distributed.checkpoint, which keeps one copy of the others.
+        """
+        self._drain()
+        codecs = {name: way.codec.name for name, way in self._ways.of(self._policy, 1.0).items()}
+        state: dict[str, Value] = {
+            "version": STATE_VERSION,
+            "steps": self._steps,
+            "world_size": self._channel.world,
+            _CODECS: torch.tensor(list(json.dumps(codecs, sort_keys=True).encode()), dtype=torch.uint8),
+        }
+        if self.pilot is not None:
+            state |= self.pilot.state_dict()
+        if isinstance(self._policy, Adaptive):
+            state |= {f"{_POLICY}{key}": value for key, value in self._policy.state_dict().items()}
+        return state | self._books.state_dict() | self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        """Goes on from a state. One that does not fit the model or the policy is refused, and nothing is changed.
+
+        With another number of ranks each keeps what was saved under its number; the rest of the residuals is lost.
+        """
+        self._drain()
+        if state.get("version") != STATE_VERSION:
+            raise Unsupported(f"this state has version {state.get('version')}; this gradzip reads {STATE_VERSION}")
+        if self.pilot is not None:
+            self.pilot.load_state_dict(state)
+        self._load_policy(state)
+        shapes = {name: p.shape for p, name in self._names.items()}
+        self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
+        self._memory.load_state_dict(state, shapes, self._device)
+        self._books.load_state_dict(state)
+        self._steps = int(state["steps"])
+        if state["world_size"] != self._channel.world:
+            self._memory.fold()  # sums are cut elsewhere now
+            warnings.warn(
+                f"the state was saved by {state['world_size']} ranks and is loaded by {self._channel.world}: "
+                "what error feedback held on ranks that are gone is lost, and new ranks start with nothing",
+                GradzipWarning,
+                stacklevel=2,
+            )
+
+    def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
+        """Goes on from a checkpoint of torch.distributed.checkpoint, in which state_dict was saved under `prefix`.
+
+        `dcp.load` reads only what is asked for, and a new handle cannot ask for residuals that it does not know of.
+        """
+        self.load_state_dict(read_checkpoint(path, prefix, self._channel.rank))
+
+    def _load_policy(self, state: Mapping[str, Value]) -> None:
+        """What the policy had learnt; and it must give each parameter the codec that the state is of."""
+        learnt = {key.removeprefix(_POLICY): value for key, value in state.items() if key.startswith(_POLICY)}
+        before = None
+        if learnt and not isinstance(self._policy, Adaptive):
+            raise Unsupported("the state is of a policy that learns, such as Accordion, and this one does not")
+        if isinstance(self._policy, Adaptive):
+            if not learnt:
+                raise Unsupported(f"the state holds nothing that {self._policy!r} has learnt: it is of another policy")
+            before = self._policy.state_dict()
+            self._policy.load_state_dict(learnt)
+        if self.pilot is not None:
+            return  # it may be measuring again what it had planned
+        saved = json.loads(bytes(torch.as_tensor(state[_CODECS]).tolist()))
+        ways = self._ways.of(self._policy, 1.0)
+        if saved.keys() != ways.keys():
+            name = sorted(saved.keys() ^ ways.keys())[0]
+            problem = f"another model: {name!r} is a parameter of {'that' if name in saved else 'this'} one alone"
+        elif differing := [name for name, way in ways.items() if way.codec.name != saved[name]]:
+            name = differing[0]
+            problem = (
+                f"another codec: {name!r} had {saved[name]} and has {ways[name].codec.name} now. "
+                "Attach with the policy that it was saved under, load it, then call set_policy"
+            )
+        else:
+            return
+        if before is not None and isinstance(self._policy, Adaptive):
+            self._policy.load_state_dict(before)
+        raise Unsupported(f"the state is of {problem}")
+
+    # -- words --------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Waits for what is under way, and says what has to be said."""
+        self._channel.pipeline.drain()
+        self._say()
+
+    def _say(self) -> None:
+        while self._to_warn:
+            warnings.warn(self._to_warn.pop(0), GradzipWarning, stacklevel=3)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._to_warn.append(text)
+
+    # -- on the thread of backward ------------------------------------------------------------------------------
+
+    def _begin(self) -> Backward:
+        self._memory.drop()  # what a backward that was broken off has left
+        self._say()
+        if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
+            report.say(report.in_steps(self.stats()))
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        ways = self._ways.of(self._policy, scale)
+        counts = Counter(f"{way.codec}/{way.route}" for way in ways.values())
+        words = ", ".join(f"{count} x {text}" for text, count in counts.items())
+        plain = set(counts) == {PLAIN} and not self._memory.residuals
+        check = os.environ.get(CHECK, "") not in ("", "0")
+        learns = isinstance(self._policy, Adaptive)
+        rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+        begun = Backward(
+            self._steps,
+            scale,
+            ways,
+            plain,
+            words,
+            self._channel,
+            self._memory,
+            self._end,
+            check,
+            self._books,
+            rates,
+            learns,
+        )
+        begun.compare(self._has_joined(), self._warn)
+        if self._premises is not None:
+            self._premises.begin(active=any(way.floor is not None for way in ways.values()))
+        return begun
+
+    def _has_joined(self) -> bool:
+        """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
+        model = self._model()
+        return model is not None and model._join_config.enable and torch._C._current_graph_task_id() == -1
+
+    def reduce(self, bucket: GradBucket) -> Future:
+        """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
+        self.error = self.error or self._channel.error
+        if self.error is not None:
+            raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
+        try:
+            if bucket.index() == 0 or self._backward is None:
+                self._backward = self._begin()
+            # A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major.
+            gradients = [collectives.unflatten(g.view(-1), p) for p, g in zip(bucket.parameters(), bucket.gradients())]
+            named = [(self._names[p], g) for p, g in zip(bucket.parameters(), gradients)]
+            future = self._backward.take(bucket.buffer(), named, bucket.is_last())
+            if bucket.is_last():
+                self._backward = None
+        except Exception as error:
+            self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
+            raise
+        return future
+
+    # -- on the channel's threads -------------------------------------------------------------------------------
+
+    def _end(self, ended: Backward) -> None:
+        """A backward pass is through, or has failed."""
+        with self._lock, torch.no_grad():
+            if ended.totals.error is not None:
+                self.error = self.error or ended.totals.error
+                return
+            self._totals.add(ended.totals)
+            for kind, part in ended.parts.items():
+                self._parts.setdefault(kind, collectives.Outcome()).add(part)
+            self._bytes_raw += ended.raw_bytes
+            self._exposed += ended.exposed
+            self._steps += 1
+            self._steps_here += 1
+            if self._premises is not None:
+                parameters = {name: p for p, name in self._names.items()}
+                graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
+                self._premises.sample(parameters, graded, ended.scale)
+            if isinstance(self._policy, Adaptive) and ended.learns:
+                self._teach(self._policy, ended)
+
+    def _teach(self, policy: Adaptive, ended: Backward) -> None:
+        """Shows a policy the means of a step that all ranks took, and will take."""
+        if ended.one_has_joined() or not ended.totals.finite or not all(finite(mean) for _, mean in ended.results):
+            return
+        for name, mean in ended.results:
+            policy.observe(name, mean, ended.scale)
+        policy.end_step(ended.rates)

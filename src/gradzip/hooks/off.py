@@ -1,0 +1,42 @@
+"""The handle that attach returns under GRADZIP=off: the same calls, and DDP left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..codecs import Codec
+from ..feedback import Value
+from ..option import Option
+from ..policy import Policy
+from .handle import Handle
+
+
+class Off(Handle):
+    """A checkpoint passes through it unchanged, so that a run with gradzip can go on from it."""
+
+    def __init__(self) -> None:
+        self.error = None
+        self._passed_on: dict[str, Value] = {}
+
+    def set_policy(self, policy: str | Codec | Option | Policy) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def end_epoch(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Value]:
+        return dict(self._passed_on)
+
+    def load_state_dict(self, state: Mapping[str, Value]) -> None:
+        self._passed_on = dict(state)
+
+    def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
+        pass
+
+    def detach(self) -> None:
+        pass

@@ -1,0 +1,92 @@
+"""What near mode takes for granted about the optimizer's step, watched while training runs.
+
+Grids are computed during backward, from the settings that the optimizer has then, for gradients as they then are. A
+learning rate that is raised before the step, or a gradient that is made larger, lets dropped bits matter after all.
+Smaller ones are harmless: clipping, and loss scales taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+_EVERY = 50  # steps between two looks at gradients, which wait for the device
+_TENSORS, _VALUES = 8, 16  # that are looked at
+_NEARLY = 1 + 1e-3  # a loss scale that is multiplied by its inverse gives or takes a little
+
+Settings = list[dict[str, Any]]
+
+
+class Premises:
+    """Compares what backward saw with what the step finds; says so once where they differ."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
+        self._optimizer, self._warn = optimizer, warn
+        self._seen: Settings | None = None
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._steps = 0
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def begin(self, active: bool) -> None:
+        """A backward begins; `active`: grids are used in it."""
+        self._seen = settings(self._optimizer) if active else None
+        self._sampled = []
+
+    def sample(
+        self, names: Mapping[str, torch.Tensor], results: Iterable[tuple[str, torch.Tensor]], scale: float
+    ) -> None:
+        """Keeps a few values of the averaged gradients, now and then."""
+        if self._seen is None or self._steps % _EVERY:
+            return
+        chosen = [(names[name], mean) for name, mean in results if mean.is_contiguous()][:_TENSORS]
+        self._sampled = [(p, mean.view(-1)[:_VALUES].abs() / scale) for p, mean in chosen]
+
+    def _before_step(self) -> None:
+        seen, self._seen = self._seen, None
+        sampled, self._sampled = self._sampled, []
+        self._steps += 1
+        if seen is None:
+            return
+        if len(seen) != len(self._optimizer.param_groups):
+            self._warn("near mode: parameter groups were added between backward and optimizer.step(): do so before")
+            return
+        for then, now in zip(seen, settings(self._optimizer)):
+            for key, value in now.items():
+                if value != then.get(key) and not (key == "lr" and value < then["lr"]):
+                    self._warn(
+                        f"near mode: the optimizer's {key} was {then.get(key)} in backward and is {value} in its step, "
+                        "so bits may have been dropped that matter. Change settings after the step: "
+                        "optimizer.step(), then scheduler.step()"
+                    )
+                    return
+        if getattr(self._optimizer, "grad_scale", None) is None and any(_grew(p, most) for p, most in sampled):
+            self._warn(
+                "near mode: gradients were made larger between backward and optimizer.step(), so bits may have been "
+                "dropped that matter. Scale the loss instead; under a GradScaler, attach(..., scaler=scaler)"
+            )
+
+
+def settings(optimizer: torch.optim.Optimizer) -> Settings:
+    """The hyper-parameters of each group, as values that do not change with it."""
+    return [
+        {key: _frozen(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_frozen, value)) if isinstance(value, tuple | list) else value
+
+
+def _grew(p: torch.Tensor, most: torch.Tensor) -> bool:
+    if p.grad is None or p.grad.layout != torch.strided or not p.grad.is_contiguous():
+        return False
+    now = p.grad.detach().view(-1)[: most.numel()].abs()
+    return bool((now > most * _NEARLY).any())

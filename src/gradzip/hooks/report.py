@@ -1,0 +1,96 @@
+"""The lines that rank 0 says: at attach, and every few hundred steps.
+
+They go to the logger `gradzip`. Where nobody has set up logging they appear on stderr;
+`logging.getLogger("gradzip").setLevel(logging.WARNING)` keeps them away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..backward import Way
+from ..codecs.lowrank import PowerSGD
+
+EVERY = 500  # steps
+
+logger = logging.getLogger("gradzip")
+
+
+def say(text: str) -> None:
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.info(text)
+
+
+def at_attach(ways: Mapping[str, Way], shapes: Mapping[str, tuple[torch.Size, torch.dtype]], world: int) -> str:
+    """Tensors, bytes per step, policy, memory, and what to expect."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, way in ways.items():
+        groups[f"{way.codec} by {way.route}"].append(name)
+    total, kept, lines = 0, 0, []
+    for text, names in groups.items():
+        raw = sum(_bytes(*shapes[name]) for name in names)
+        total += raw
+        kept += sum(residual_bytes(ways[name], shapes[name][0]) for name in names)
+        lines.append(f"{len(names)} x {text}{_expected(names, ways, shapes, raw)}")
+    return (
+        f"{len(ways)} tensors, {in_words(total)} of gradients in each step of {world} ranks: {'; '.join(lines)}. "
+        f"Error feedback will hold {in_words(kept)}"
+    )
+
+
+def in_steps(stats: Mapping[str, Any]) -> str:
+    steps = max(stats["steps_here"], 1)
+    return (
+        f"step {stats['steps']}: sent {in_words(stats['bytes_sent'] / steps)} per step instead of "
+        f"{in_words(stats['bytes_raw'] / steps)} ({stats['ratio']:.2f}x); coding {stats['coding_seconds'] / steps:.1e} "
+        f"s, exposed {stats['exposed_seconds'] / steps:.1e} s per step; holds {in_words(stats['memory'])}"
+    )
+
+
+def residual_bytes(way: Way, shape: torch.Size) -> int:
+    """What error feedback holds of one gradient from step to step."""
+    return shape.numel() * {None: 0, "bf16": 2}.get(way.codec.error_memory, 4)
+
+
+def in_words(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.5 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return shape.numel() * dtype.itemsize
+
+
+def _expected(
+    names: list[str], ways: Mapping[str, Way], shapes: Mapping[str, tuple[torch.Size, torch.dtype]], raw: int
+) -> str:
+    """By how much a codec's frames are smaller, where that is known beforehand."""
+    codec = ways[names[0]].codec
+    if codec.name == "identity" or not raw:
+        return ""
+    if isinstance(codec, PowerSGD):
+        frames = sum(
+            4 * min(s.numel(), codec.rank * (s[0] + s.numel() // max(s[0], 1))) for s in _matrices(names, shapes)
+        )
+    elif codec.rounds == 1 and codec.fixed_size:
+        frames = sum(codec.bound(shapes[name][0].numel(), shapes[name][1]) for name in names)
+    else:
+        return " (its size depends on the values)"
+    return f" ({raw / max(frames, 1):.1f}x smaller)"
+
+
+def _matrices(names: list[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> list[torch.Size]:
+    return [shape if len(shape) > 1 else torch.Size((1, shape.numel())) for shape, _ in (shapes[n] for n in names)]
