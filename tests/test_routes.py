@@ -59,6 +59,9 @@ class Bytes:
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         return [self.result]
 
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype)
+
     def bound(self, leaf: Layout) -> int:
         return 24 + 4 * leaf[0].numel + 4
 

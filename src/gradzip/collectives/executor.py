@@ -76,6 +76,10 @@ class Coder(Protocol):
         """Where the mean of each piece may be decoded to without a detour; None: nowhere."""
         ...
 
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for that many values, until the chunk is through."""
+        ...
+
     def bound(self, leaf: Layout) -> int:
         """How many bytes a blob of it has at the most, whatever is in the sum."""
         ...
@@ -127,6 +131,7 @@ class _Held:
     summed: int = 1  # ranks in the sum
     mean: bool = False  # divided by the number of ranks already
     shift: int | None = None  # of the grid that values lie on; None: never coded
+    own_memory: bool = False  # plain values may be written to
     stored: bool = False  # decoded straight to where the result belongs
     encodes: int = 0
     exchange: int = 0  # number of the next one
@@ -210,14 +215,14 @@ class Executor:
         targets = self._coder.targets(held.layout) if last and len(coded.contributions) == 1 else None
         if targets is None:
             dtype = torch.promote_types(self._coder.dtype, torch.float32)
-            total = torch.empty(numel(held.layout), dtype=dtype, device=self._coder.home)
+            total = self._coder.scratch(numel(held.layout), dtype)
         for number, blobs in enumerate(coded.contributions):
             for leaf, blob in zip(coded.leaves, blobs):
                 outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
                 self._coder.decode(leaf, blob, how, outs, add=number > 0)
         held.coded, held.mean = None, how.mean
         if targets is None:
-            held.plain = total
+            held.plain, held.own_memory = total, True
         else:
             held.stored, held.plain = True, torch.empty(0)
             if not held.mean:
@@ -228,9 +233,13 @@ class Executor:
     def _settle(self) -> None:
         """Divides the sum over all ranks, once it is there; 16-bit gradients travel on in 16 bits."""
         held = self._held
-        if held.plain is not None and not held.mean and held.summed == self._world:
+        if held.plain is None or held.mean or held.summed != self._world:
+            return
+        if held.own_memory and held.plain.dtype == self._coder.dtype:
+            held.plain.div_(self._world)
+        else:
             held.plain = (wide(held.plain) / self._world).to(self._coder.dtype)
-            held.mean = True
+        held.mean = True
 
     # -- communication ------------------------------------------------------------------------------------------
 

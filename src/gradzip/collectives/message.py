@@ -331,6 +331,9 @@ class _Plain:
     def targets(self, layout: Layout) -> None:
         return None
 
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self.home)
+
     def bound(self, leaf: Layout) -> int:
         raise AssertionError("plain values are not coded")
 
