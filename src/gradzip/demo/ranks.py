@@ -73,7 +73,7 @@ class Rank:
         recorder = Recorder(path, name, handle, **about)
         described = {2, max(3, steps // 2), steps} if name == DESCRIBED else set()
         losses: list[float] = []
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for step in range(1, steps + 1):
 
             def look(loss: float, lr: float, step: int = step) -> None:
@@ -88,11 +88,14 @@ class Rank:
             if self.rank == 0:
                 step_ms = (time.perf_counter() - began) / step * 1e3
                 print(Progress(name, step, steps, loss, step_ms).line(), flush=True)
+        cpu = time.process_time() - cpu
         mean = torch.tensor(losses, dtype=torch.float64) / self.world
         dist.all_reduce(mean)  # after the run: it would be one more message in every step
         for step, loss in enumerate(mean.tolist(), 1):
             recorder.later(step, loss=loss)
-        recorder.note(identical=self._identical(model))
+        busy = torch.tensor(cpu / steps, dtype=torch.float64)
+        dist.all_reduce(busy)
+        recorder.note(identical=self._identical(model), processor_seconds=float(busy))
         if handle is not None:
             handle.detach()
 

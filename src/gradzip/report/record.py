@@ -33,7 +33,7 @@ WARM = 2  # steps of a run that do not count: buffers are made, DDP forms its bu
 
 
 class _HasStats(Protocol):
-    def stats(self) -> dict[str, float]: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 class Recorder:
@@ -56,11 +56,10 @@ class Recorder:
         self._step += 1
         if self._quiet:
             return
-        known = {} if self._handle is None else self._handle.stats()
-        known = {"step": self._step, "seconds": time.perf_counter() - self._start} | {
-            k: v for k, v in known.items() if k != "steps"
-        }
-        self._write({"run": self._run, **known, **(record or {}), **more})
+        known: dict[str, Any] = {} if self._handle is None else self._handle.stats()
+        numbers = {k: v for k, v in known.items() if _number(v) and k != "steps"}  # stats() also has tables
+        now = {"step": self._step, "seconds": time.perf_counter() - self._start}
+        self._write({"run": self._run, **now, **numbers, **(record or {}), **more})
 
     def gradients(self, model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ()) -> None:
         """What the gradients look like, layer by layer; between backward and step. Not for every step: it encodes."""
