@@ -3,6 +3,7 @@
 # make test     the tests                     make check   ruff and mypy
 # make bench    codec speed and size          make native  only the C++ library, in build/
 # make fuzz     a million damaged payloads    make wheel   one wheel in dist/
+# make docs     the documentation as a site in build/site
 # make clean    remove what was built
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))' 2>/dev/null
 
-.PHONY: setup demo test check bench native fuzz wheel clean
+.PHONY: setup demo test check bench native fuzz wheel docs clean
 
 setup: $(VENV)/.installed
 
@@ -58,6 +59,13 @@ fuzz:
 	cmake -B build/sanitized -DGRADZIP_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	cmake --build build/sanitized --parallel
 	build/sanitized/fuzz $(or $(ARGS),1000000)
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) 'gradzip[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --quiet
 
 wheel: $(VENV)/.installed
 	rm -rf dist
