@@ -202,12 +202,32 @@ def training_loops(rank: int) -> dict[str, Any]:
         "bucket views": outcome(plain_loop, gradient_as_bucket_view=True),
         "groups": outcome(plain_loop, optimizer=groups),
         "frozen layer": {"frozen": _frozen_layer()},
+        "held for later": held_for_later(),
         "join": joined(),
         "scaler": overflow(),
         "two models": two_models(),
         "compiled": compiled(),
         "premises": broken_premises(),
     }
+
+
+def held_for_later() -> dict[str, bool]:
+    """No rank uses a branch for a step: what is held back of it stays, and goes out later."""
+    out = {}
+    for name, policy in LOSSY.items():
+        model, optimizer, handle = make(policy, find_unused_parameters=True)
+        held = []
+        for step, use in enumerate(("both", "both", "left", "both")):
+            model.module.use = use
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            state = handle.state_dict()
+            held.append({k: v for k, v in state.items() if "/residual/" in k and k.endswith("right.weight")})
+        stays = held[1].keys() == held[2].keys() and all(torch.equal(v, held[2][k]) for k, v in held[1].items())
+        goes = any(not torch.equal(v, held[3].get(k, v * 0)) for k, v in held[2].items())
+        out[name] = bool(held[1]) and stays and goes
+    return out
 
 
 def _frozen_layer() -> bool:
@@ -375,6 +395,11 @@ def test_a_loop_goes_as_without_compression(seen: list[dict[str, Any]], loop: st
         for name in LOSSY:
             assert 0 < found[loop][name] < 0.2, name
             assert found[loop][f"{name} replicas"], name
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_held_back_of_an_unused_branch_waits_for_it(seen: list[dict[str, Any]], name: str) -> None:
+    assert all(found["held for later"][name] for found in seen)
 
 
 def test_frozen_layers_stay_where_they_are(seen: list[dict[str, Any]]) -> None:

@@ -155,6 +155,20 @@ def test_memory_is_saved_flat_and_by_rank() -> None:
         memory.state_dict()
 
 
+def test_residuals_of_unused_parameters_wait() -> None:
+    for patient in (True, False):
+        memory = Memory(rank=0, patient=patient)
+        memory.lost("w", torch.ones(3))
+        memory.commit()
+        zero = torch.zeros(3)
+        sent = memory.compensated("w", zero)
+        memory.lost("w", None)
+        memory.commit()
+        assert torch.equal(sent, zero if patient else torch.ones(3))
+        later = torch.ones(3) * 2
+        assert torch.equal(memory.compensated("w", later), later + patient)
+
+
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     memory = Memory(rank=0)
     memory.lost("a.w", torch.ones(2, 3))

@@ -33,8 +33,13 @@ def clean_name(name: str) -> str:
 class Memory:
     """Residuals, kept unscaled, and the state that codecs keep in `Context.state`."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, patient: bool = False) -> None:
+        """`patient`: residuals of a gradient that is all zero wait, as DDP may drop what is sent for it.
+
+        So it is for parameters that no rank has used, which only DDP knows in the end.
+        """
+        self.rank, self.patient = rank, patient
+        self._waiting: set[str] = set()  # keys of residuals that were not sent in this step
         self.forms: dict[str, str | None] = {}  # by name: how residuals are kept, as in Codec.error_memory
         self._residuals: dict[str, torch.Tensor] = {}  # by "stage/name"
         self._states: dict[str, dict[str, Any]] = {}  # by "codec/name"
@@ -49,6 +54,9 @@ class Memory:
         `stage` tells the encodes of one route apart; `scale` is the loss scale that x carries.
         """
         residual = self._residuals.get(f"{stage}/{name}")
+        if self.patient and not bool(x.any()):
+            self._waiting.add(f"{stage}/{name}")
+            return x
         total = x if residual is None else wide(x) + _at_work(residual, x) * scale
         for key in self._folded(name) if stage == GRADIENT else ():
             start, _, stop = key.partition("/")[0].partition(".")[2].partition("-")
@@ -59,6 +67,8 @@ class Memory:
 
     def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """Notes what this step's encode lost; None: everything got through, also what was lost before."""
+        if f"{stage}/{name}" in self._waiting:
+            return
         form = self.forms.get(name)
         kept = None if residual is None else wide(residual) / scale
         if kept is not None and form in ("bf16", "cpu"):
@@ -100,7 +110,7 @@ class Memory:
         self.drop()
 
     def drop(self) -> None:
-        self._next_residuals, self._next_states = {}, {}
+        self._next_residuals, self._next_states, self._waiting = {}, {}, set()
 
     # -- what is held -------------------------------------------------------------------------------------------
 

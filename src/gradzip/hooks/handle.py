@@ -72,7 +72,7 @@ class Handle:
         self._ways = Ways(self._names, self._device, optimizer, topology)
         self._ways.check(policy)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
-        self._memory = Memory(self._channel.rank)
+        self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._backward: Backward | None = None
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
@@ -291,7 +291,14 @@ class Handle:
     def _has_joined(self) -> bool:
         """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
         model = self._model()
-        return model is not None and model._join_config.enable and torch._C._current_graph_task_id() == -1
+        if model is None or not model._join_config.enable:
+            return False
+        if getattr(model, "_divide_by_initial_world_size", True) is False:
+            self._warn(
+                "join(divide_by_initial_world_size=False) counts for DDP's own averaging alone: gradzip divides by the "
+                "number of all ranks, also when some have no more inputs"
+            )
+        return torch._C._current_graph_task_id() == -1
 
     def reduce(self, bucket: GradBucket) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
