@@ -103,6 +103,8 @@ def run(fault: str) -> dict[str, Any]:
             words[rank] = lines[-1] if lines else {"error": f"nothing; stderr: {err[-400:]}"}
             words[rank]["seconds"] = round(words[rank].get("at", moment) - moment, 2)
             codes[rank] = process.returncode
+            if process.returncode:
+                words[rank]["stderr"] = err[-600:]
         return {"victim": victim, "words": words, "codes": codes}
     finally:
         for process in processes:

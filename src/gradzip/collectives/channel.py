@@ -29,6 +29,7 @@ from .topology import Topology
 
 HEARTBEAT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
+_AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
 
 _lock = threading.Lock()
@@ -149,10 +150,10 @@ class Channel:
         if last:
             self.close()
 
-    def close(self) -> None:
+    def close(self, patience: float = 2.0) -> None:
         _forget(self)
-        self.health.stop()
-        if self.pipeline.stop():
+        self.health.stop(patience)
+        if self.pipeline.stop(patience):
             _open.discard(self)
         self.gloo.close()
 
@@ -195,4 +196,4 @@ def _close_all() -> None:
     """Threads that are inside torch when Python shuts down take the process down: none may be left."""
     for channel in list(_open):
         channel.gloo.abort()
-        channel.close()
+        channel.close(_AT_EXIT)

@@ -46,15 +46,16 @@ class Health:
     def start(self) -> None:
         """After all ranks have made their groups."""
         if self._world > 1:
-            for thread in self._threads:
+            for thread in list(self._threads):
                 thread.start()
 
-    def stop(self) -> None:
-        """Ends the threads; one that is stuck in the network ends with the process."""
+    def stop(self, patience: float = 2 * _PERIOD) -> None:
+        """Ends the threads; one that is stuck in the network for longer than that ends with the process."""
         self._stop.set()
-        for thread in self._threads:
+        deadline = time.monotonic() + patience
+        for thread in list(self._threads):
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(2 * _PERIOD)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- last words ---------------------------------------------------------------------------------------------
 
@@ -67,6 +68,7 @@ class Health:
                 self._stores[1].compare_set(_LAST_WORDS, "", words)
 
         thread = threading.Thread(target=leave, name="gradzip-words", daemon=True)
+        self._threads.append(thread)
         thread.start()
         thread.join(patience)
 
