@@ -45,6 +45,7 @@ def environment(folder: str) -> dict[str, Any]:
     off.handle.set_policy("gcomp")
     off.handle.end_epoch()
     off.handle.detach()
+    out["off stats"] = sorted(off.handle.stats())
     out["off"] = same(off.parameters(), plain.parameters()) and not off.model._comm_hooks
     out["off state"] = off.handle.state_dict()
     patch.setenv("GRADZIP", "of")
@@ -221,6 +222,7 @@ def test_the_environment_has_the_last_word(seen: list[dict[str, Any]]) -> None:
         said = found["environment"]
         assert said["off"], "GRADZIP=off is not plain DDP"
         assert said["off state"] == {"version": 0, "steps": 7}
+        assert said["off stats"] == sorted(found["words"]["stats"])
         assert "did you mean 'off'" in said["of"] or "set it to off" in said["of"]
         assert said["policy"] == "cast"
         assert said["plan"] == "zlib"

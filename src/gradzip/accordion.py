@@ -123,6 +123,9 @@ class Accordion:
         entry = {"step": self._steps, "cause": cause, "critical": critical, "layers": len(self._critical)}
         self.history.append(entry | {"ratios": ratios})
 
+    def held(self) -> int:
+        return sum(total.nbytes for total in self._sums.values())
+
     def state_dict(self) -> dict[str, torch.Tensor | int | float]:
         state: dict[str, torch.Tensor | int | float] = {"steps": self._steps, "epochs": self._epochs}
         state |= {f"rate/{i}": rate for i, rate in enumerate(self._rates)}

@@ -51,6 +51,10 @@ class Adaptive(Policy, Protocol):
         """Ends an epoch: the user says so, by `Handle.end_epoch`."""
         ...
 
+    def held(self) -> int:
+        """Bytes that it holds from step to step."""
+        ...
+
     def state_dict(self) -> dict[str, torch.Tensor | int | float]:
         """All that a resume needs, flat; equal on all ranks."""
         ...

@@ -122,7 +122,7 @@ class Handle:
             for p, name in self._names.items()
             if p.requires_grad
         }
-        learnt = self._policy.state_dict().values() if isinstance(self._policy, Adaptive) else ()
+        learns = self._policy if isinstance(self._policy, Adaptive) else None
         return {
             "steps": self._steps,
             "steps_here": self._steps_here,
@@ -132,13 +132,13 @@ class Handle:
             "collectives": self._totals.collectives,
             "coding_seconds": self._totals.coding,
             "exposed_seconds": self._exposed,
-            "memory": sum(held.values()) + sum(v.nbytes for v in learnt if isinstance(v, torch.Tensor)),
+            "memory": sum(held.values()) + (learns.held() if learns else 0),
             "codecs": {
                 kind: {"bytes_sent": part.bytes_sent, "coding_seconds": part.coding}
                 for kind, part in self._parts.items()
             },
             "tensors": tensors,
-            "history": list(self._policy.history) if isinstance(self._policy, Adaptive) else [],
+            "history": list(learns.history) if learns else [],
         }
 
     def detach(self) -> None:

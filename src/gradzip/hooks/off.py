@@ -24,7 +24,10 @@ class Off(Handle):
         pass
 
     def stats(self) -> dict[str, Any]:
-        return {}
+        """The same keys, and nothing to count."""
+        counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
+        seconds = {"coding_seconds": 0.0, "exposed_seconds": 0.0}
+        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "codecs": {}, "tensors": {}, "history": []}
 
     def end_epoch(self) -> None:
         pass
