@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from .. import __version__, codecs, engines
+from ..bench import cluster
 from ..codecs import Context
+from ..emulate import format_rate
 from ..errors import EngineError, GradzipError
 from .table import Column, Commands, Row, add_json, command, show
 
@@ -23,6 +25,18 @@ _COLUMNS = (
     Column("status", "status", _MARKS.__getitem__),
     Column("found", "found", wrap=True),
 )
+_RANKS = (
+    Column("rank", "rank", right=True),
+    Column("host", "host"),
+    Column("interface", "interface"),
+    Column("address", "address"),
+    Column("gradzip", "gradzip"),
+    Column("torch", "torch"),
+    Column("engine", "engines"),
+    Column("environment", "GRADZIP*", wrap=True),
+    Column("slowest_bps", "slowest\nlink", lambda rate: "–" if rate is None else format_rate(rate), right=True),
+    Column("peer", ""),
+)
 
 
 def add(commands: Commands) -> None:
@@ -31,7 +45,8 @@ def add(commands: Commands) -> None:
         "doctor",
         "check this installation",
         "gradzip doctor --json",
-        "Says which engines run here, which do not and why. The exit code is 1 if anything is broken.",
+        "Says which engines run here, which do not and why. The exit code is 1 if anything is broken. Started by a "
+        "launcher (torchrun --nnodes 4 … -m gradzip doctor) it compares all ranks and tries the network between them.",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -39,8 +54,29 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = list(checks())
+    if cluster.launched():
+        return _cluster(rows, args.json)
     show("gradzip doctor", _COLUMNS, rows, as_json=args.json)
     return int(any(row["status"] == "broken" for row in rows))
+
+
+def _cluster(rows: list[Row], as_json: bool) -> int:
+    """One table for all ranks, printed by rank 0."""
+    broken = [f"{row['what']}: {row['found']}" for row in rows if row["status"] == "broken"]
+    running = [row["what"].removeprefix("engine ") for row in rows if row["what"].startswith("engine ")]
+    running = [name for name in running if not any(text.startswith(f"engine {name}") for text in broken)]
+    absent = {row["what"].removeprefix("engine ") for row in rows if row["status"] == "absent"}
+    engine = "+".join(name for name in running if name not in absent)
+    found = cluster.examine(cluster.own_facts({"gradzip": __version__, "torch": torch.__version__}, engine, broken))
+    if os.environ["RANK"] == "0":
+        notes = [f"PROBLEM: {text}" for text in found.problems] or ["all ranks are alike and reach each other"]
+        ranks = [{**own, "slowest_bps": own.get("slowest_bps"), "peer": _peer(own)} for own in found.ranks]
+        show(f"gradzip doctor on {len(ranks)} ranks", _RANKS, ranks, notes, as_json=as_json, section="host_number")
+    return int(bool(found.problems))
+
+
+def _peer(own: Row) -> str:
+    return f"to rank {own['slowest_peer']}" if "slowest_peer" in own else "–"
 
 
 def checks() -> Iterator[Row]:
