@@ -21,6 +21,8 @@ from ..codecs import parse
 from ..demo.settings import SIZE, SNAPSHOT
 from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
+from ..planner.auto import SETTLING, TIMED
+from ..planner.measure import WARM
 from ..report.page import summary
 from .bench import row
 from .report import write
@@ -38,6 +40,7 @@ CODECS = (
 )
 
 
+ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
 _CROWDED = 0.6  # of a step: what is computed and coded then takes longer than on a real cluster
 
 
@@ -67,7 +70,7 @@ def add(commands: Commands) -> None:
         "and no second machine. Where hosts cannot be emulated, step times are predicted and labelled so.",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=140.0, help="for all runs together (default: 140)")
+    length.add_argument("--seconds", type=float, default=110.0, help="for all runs together (default: 110)")
     length.add_argument("--steps", type=int, help="so many steps for each run instead")
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--rate", default="1gbit", help="of each host, each way: 100mbit, 2.5gbit (default: 1gbit)")
@@ -119,6 +122,8 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
         model = f"a language model of {settings.size.parameters:,} parameters"
     where = f"{settings.hosts} hosts at {format_rate(parse_rate(settings.rate))}"
     notes = list(result.notes)
+    if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
+        notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
     if obstacle is None:
         if result.rates is not None:
             notes.insert(
@@ -136,7 +141,8 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
 def _crowded(settings: demo.Settings, result: demo.Result) -> list[str]:
     """Whether the cores of this machine, which all hosts share, hold the runs up more than the network does."""
     cores = len(os.sched_getaffinity(0))
-    share = {run.name: run.about["processor_seconds"] / cores / (run.step_seconds() or 1.0) for run in result.runs}
+    trained = [run for run in result.runs if not str(run.about["policy"]).startswith("auto")]  # which also measures
+    share = {run.name: run.about["processor_seconds"] / cores / (run.step_seconds() or 1.0) for run in trained}
     worst = max(share, key=share.__getitem__)
     if share[worst] < _CROWDED or cores >= settings.hosts:
         return []

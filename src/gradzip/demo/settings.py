@@ -26,7 +26,7 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Settings:
-    seconds: float = 150.0  # for all runs together, more or less
+    seconds: float = 110.0  # for all runs together, more or less
     steps: int | None = None  # of each run; None: as many as the time allows
     hosts: int = 4
     rate: str = "1gbit"
