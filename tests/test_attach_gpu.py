@@ -26,9 +26,10 @@ LOSSY: dict[str, Any] = {
 }
 
 
-def trained(policy: Any, amp: bool = False) -> list[torch.Tensor]:
+def trained(policy: Any, amp: bool = False, sync: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 32)).cuda()
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if sync else net
     model = DistributedDataParallel(net, bucket_cap_mb=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda", enabled=amp)
@@ -52,6 +53,8 @@ def on_a_gpu(rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {"plain": plain, "identity": trained(Fixed("identity"))}
     out["lossless"] = trained(Fixed("gcomp:mode=lossless"))
     out |= {name: trained(policy) for name, policy in LOSSY.items()}
+    out["plain sync"] = trained(None, sync=True)
+    out["lossless sync"] = trained(Fixed("gcomp:mode=lossless"), sync=True)
     out["amp"] = trained(Fixed("gcomp"), amp=True)
     return out
 
@@ -63,9 +66,12 @@ def seen() -> list[dict[str, Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("name", ["identity", "lossless"])
-def test_lossless_is_plain_ddp(seen: list[dict[str, Any]], name: str) -> None:
-    assert all(same(found[name], found["plain"]) for found in seen)
+@pytest.mark.parametrize(
+    ("name", "plain"), [("identity", "plain"), ("lossless", "plain"), ("lossless sync", "plain sync")]
+)
+def test_lossless_is_plain_ddp(seen: list[dict[str, Any]], name: str, plain: str) -> None:
+    """Also with SyncBatchNorm, which communicates in the middle of backward."""
+    assert all(same(found[name], found[plain]) for found in seen)
 
 
 @pytest.mark.gpu
