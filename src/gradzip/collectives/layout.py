@@ -30,6 +30,7 @@ Layout = tuple[Piece, ...]
 # Values that each rank of a group gets of one chunk. Large enough that code tables and latency do not show, small
 # enough that coding one chunk overlaps with sending another.
 PART = 1 << 19
+PART_ON_GPU = 1 << 21  # a call to a GPU costs more than coding a small part there
 
 
 def numel(layout: Layout) -> int:

@@ -27,7 +27,7 @@ from .blobs import Blob
 from .channel import Channel
 from .coder import TensorCoder, cuttable, finite, flatten, unflatten
 from .executor import AllReduce, Executor, How, Parts, Steps
-from .layout import Layout, Piece, chunks, numel
+from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, numel
 from .pipeline import Agreement, Job
 
 FACTORS, ALLREDUCE = "factors", "allreduce"
@@ -161,7 +161,8 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
         message.codec, message.tensors, message.contexts, message.memory, channel.buffers, message.scale, channel.world
     )
     sizes = [t.numel() for t in message.tensors]
-    layouts = chunks(sizes, channel.world, cuttable(message.codec) or not route.compresses)
+    part = PART_ON_GPU if channel.device.type == "cuda" else PART
+    layouts = chunks(sizes, channel.world, cuttable(message.codec) or not route.compresses, part)
     left = len(layouts)
     lock = threading.Lock()
 

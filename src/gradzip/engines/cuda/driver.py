@@ -111,9 +111,17 @@ def _cuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as cause:
         raise EngineError(f"the CUDA driver is not found: {cause}") from cause
+    library.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+    return library
+
+
+@cache
+def _quick() -> ctypes.PyDLL:
+    """The same for calls that return at once: they keep Python's lock, which would take longer to get back."""
+    library = ctypes.PyDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    library.cuStreamSynchronize.argtypes = library.cuCtxGetCurrent.argtypes = [pointer]
+    library.cuCtxGetCurrent.argtypes = [pointer]
     return library
 
 
@@ -141,7 +149,7 @@ class Device:
     def _enter(self) -> None:
         """A thread that has not used this GPU yet has no context, or that of another GPU."""
         current = ctypes.c_void_p()
-        _cuda().cuCtxGetCurrent(ctypes.byref(current))
+        _quick().cuCtxGetCurrent(ctypes.byref(current))
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
@@ -181,7 +189,7 @@ class Device:
         function, shared = self._functions[kernel]
         self._enter()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = _cuda().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        code = _quick().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
         if code:
             _check(code, f"launching {kernel}")
 
