@@ -20,6 +20,7 @@ from gradzip import Option, Plan, cli
 from gradzip.errors import ReportError
 from gradzip.planner import models
 from gradzip.report import Recorder, Run, page, read, svg
+from gradzip.report.page import summary
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "br", "path", "rect"}
@@ -153,6 +154,9 @@ def test_a_prediction_is_shown_without_steps() -> None:
     run = Run("keep=7, predicted", about)
     assert run.breakdown() == pytest.approx({"compute": 0.05, "coding": 0.01, "wire": 0.14})
     assert "200.0 ms" in page([run])
+    faster = Run("other, predicted", {"step_seconds": 0.1, "baseline": run.name})
+    rows = summary([Run("measured", {"step_seconds": 1.0}), run, faster])
+    assert [row["speed"] for row in rows] == ["1.00x", "5.00x", "2.00x"], "a prediction is compared with a prediction"
 
 
 def test_names_that_repeat_are_told_apart(recorded: Path, tmp_path: Path) -> None:

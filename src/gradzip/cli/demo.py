@@ -169,7 +169,7 @@ def _progress(
     """A bar for each run, on a terminal."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
+        BarColumn(bar_width=16),
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
     )
@@ -185,7 +185,7 @@ def _progress(
             bar.update(starting, visible=False)
             if now.run not in tasks:
                 tasks[now.run] = bar.add_task(now.run, total=now.steps, now="")
-            text = f"step {now.step}/{now.steps}  {now.step_ms:.0f} ms a step  loss {now.loss:.2f}"
+            text = f"{now.step}/{now.steps}  {now.step_ms:.0f} ms  loss {now.loss:.2f}"
             bar.update(tasks[now.run], completed=now.step, now=text)  # type: ignore[arg-type]
 
         yield tell, ready

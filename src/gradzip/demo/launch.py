@@ -20,7 +20,7 @@ from ..planner.profile import Profile
 from ..planner.timeline import CPU
 from ..report import Run, read
 from ..routes import Route
-from .settings import POLICIES, PROFILE, RUNS, Progress, Settings
+from .settings import PLAIN, POLICIES, PROFILE, RUNS, Progress, Settings
 
 PREDICTED = ("1gbit", "10gbit")
 _SAID = "gradzip auto: "
@@ -86,9 +86,9 @@ def predictions(profile: Profile, runs: list[Run], settings: Settings) -> list[R
             policy = POLICIES[measured.name]
             if policy is not None and policy.startswith("auto"):
                 continue  # it plans for the network that it finds
-            about = _predicted(problem, policy)
-            name = f"{measured.name}, predicted at {format_rate(emulate.parse_rate(rate))}"
-            found.append(Run(name, {"predicted": True, "bytes_per_step": measured.bytes_per_step(), **about}))
+            where = f", predicted at {format_rate(emulate.parse_rate(rate))}"
+            about = {"predicted": True, "baseline": PLAIN + where, "bytes_per_step": measured.bytes_per_step()}
+            found.append(Run(measured.name + where, {**about, **_predicted(problem, policy)}))
     return found
 
 

@@ -56,7 +56,7 @@ def page(
     plan: Plan | None = None,
     stories: Sequence[Story] = (),
 ) -> str:
-    """The report as HTML. Speed-ups are over the first run. `stories` are timelines of one step."""
+    """The report as HTML. Speed-ups are over the first run, or over the `baseline` that a run names. `stories` are timelines of one step."""
     body = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>' if lead else "", svg.HATCHES]
     body.append(_table(summary(runs)))
     body.append('<div class="charts">' + _breakdown(runs) + _bytes(runs) + _loss(runs, "seconds") + "</div>")
@@ -70,10 +70,11 @@ def page(
 
 def summary(runs: Sequence[Run]) -> list[dict[str, str]]:
     """The table that opens the report; the demo prints the same one."""
-    first = runs[0].step_seconds() if runs else None
+    steps = {run.name: run.step_seconds() for run in runs}
     rows = []
     for run in runs:
         step, sent, loss = run.step_seconds(), run.bytes_per_step(), run.final_loss()
+        first = steps.get(run.about.get("baseline", runs[0].name))
         same = run.about.get("identical")
         row = {
             "run": run.name,
