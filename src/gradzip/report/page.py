@@ -126,7 +126,7 @@ def _loss(runs: Sequence[Run], x: str) -> str:
     label = {"seconds": "seconds of training", "step": "step"}[x]
     about = f"Running mean over {100 * _SMOOTH:.0f} % of a run."
     chart = svg.lines(f"Loss against {label}", found, label, "loss") + svg.key([s.name for s in found], lines=True)
-    heading = "Loss against time" if x == "seconds" else "Loss against steps"
+    heading = "Loss against time" if x == "seconds" else ""  # the other one is folded, under a heading of its own
     return _figure(heading, chart if found else _EMPTY, about if found else "")
 
 
@@ -139,7 +139,8 @@ def _smooth(points: svg.Points) -> svg.Points:
 
 def _figure(heading: str, chart: str, about: str = "") -> str:
     caption = f"<figcaption>{escape(about)}</figcaption>" if about else ""
-    return f"<figure><h2>{escape(heading)}</h2>{chart}{caption}</figure>"
+    head = f"<h2>{escape(heading)}</h2>" if heading else ""
+    return f"<figure>{head}{chart}{caption}</figure>"
 
 
 # -- what is folded --------------------------------------------------------------------------------------------------
