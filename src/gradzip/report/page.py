@@ -56,7 +56,10 @@ def page(
     plan: Plan | None = None,
     stories: Sequence[Story] = (),
 ) -> str:
-    """The report as HTML. Speed-ups are over the first run, or over the `baseline` that a run names. `stories` are timelines of one step."""
+    """The report as HTML. `stories` are timelines of one step.
+
+    Speed-ups are over the first run, or over the `baseline` that a run's description names.
+    """
     body = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>' if lead else "", svg.HATCHES]
     body.append(_table(summary(runs)))
     body.append('<div class="charts">' + _breakdown(runs) + _bytes(runs) + _loss(runs, "seconds") + "</div>")
