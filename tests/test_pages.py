@@ -71,3 +71,13 @@ def test_examples_of_the_readme_and_quick_start_name_real_things() -> None:
         for name in set(re.findall(r"\bgradzip\.([a-z_]+|[A-Z]\w+)\b(?!\.(?:md|html|json))", page.read_text())):
             if name not in ("html", "md"):
                 assert hasattr(gradzip, name) or (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists(), name
+
+
+def test_what_the_compatibility_table_names_is_tested() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)(?:\[(.+?)\])?`", (ROOT / "docs/compatibility.md").read_text())
+    assert len(named) > 20
+    for name, function, case in named:
+        source = (ROOT / "tests" / name).read_text()
+        functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        assert function in functions, f"{name} has no {function}"
+        assert not case or f'"{case}"' in source, f"{name} has no case {case!r}"
