@@ -5,8 +5,7 @@
     gradzip bench codec --device cuda --input gradient.pt --csv gpu_codec.csv    # on a GPU
     python bench/make_tables.py
 
-cpu_codec.csv is the first file with the native rows of the second behind it. The rows of mode=paper and of gcomp on
-AVX2 are older than a change that made those encoders faster.
+cpu_codec.csv is the first file with the native rows of the second behind it.
 """
 
 from __future__ import annotations
