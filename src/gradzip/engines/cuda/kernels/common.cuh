@@ -2,7 +2,7 @@
 //
 // One warp codes one block, a thread being a lane of docs/format.md. Arithmetic is on integers, with two exceptions that
 // IEEE 754 defines exactly: rounding to a grid in values.cuh, and the sum that the decoder may form.
-// The files here are compiled as one, in the order of source.py, by NVRTC; by a C++ compiler under test (tests/emulator).
+// The files here are compiled as one, in the order that driver.py gives, by NVRTC; by a C++ compiler under test (tests/emulator).
 
 typedef unsigned char u8;
 typedef signed char i8;
