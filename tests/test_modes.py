@@ -62,7 +62,7 @@ def test_near_is_the_nearest_multiple(pairs: list[tuple[float, int]]) -> None:
 
 @given(
     st.lists(st.integers(-20, 20) | st.integers(-(1 << 24), 1 << 24), min_size=1, max_size=60),
-    st.integers(-100, 90),
+    st.integers(-100, COARSEST - 22),
     st.integers(1, 4) | st.integers(1, 22),
 )
 def test_near_ties_go_to_even_multiples(numbers: list[int], exponent: int, above: int) -> None:
