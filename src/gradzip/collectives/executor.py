@@ -19,6 +19,7 @@ import torch
 
 from ..codecs.base import wide
 from ..routes import Route, Step
+from ..spans import span
 from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_numbered
 from .layout import Layout, Piece, deal, numel, select, subviews, views
 
@@ -203,7 +204,8 @@ class Executor:
         for size in dealt:
             leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
-        blobs = [self._coder.encode(leaf, select(held.plain, held.layout, leaf), how) for leaf in leaves]
+        with span("encode"):
+            blobs = [self._coder.encode(leaf, select(held.plain, held.layout, leaf), how) for leaf in leaves]
         held.plain, held.coded = None, _Coded(leaves, [blobs], how)
 
     def _decode(self, device: str, last: bool) -> None:
@@ -216,10 +218,11 @@ class Executor:
         if targets is None:
             dtype = torch.promote_types(self._coder.dtype, torch.float32)
             total = self._coder.scratch(numel(held.layout), dtype)
-        for number, blobs in enumerate(coded.contributions):
-            for leaf, blob in zip(coded.leaves, blobs):
-                outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
-                self._coder.decode(leaf, blob, how, outs, add=number > 0)
+        with span("decode"):
+            for number, blobs in enumerate(coded.contributions):
+                for leaf, blob in zip(coded.leaves, blobs):
+                    outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
+                    self._coder.decode(leaf, blob, how, outs, add=number > 0)
         held.coded, held.mean = None, how.mean
         if targets is None:
             held.plain, held.own_memory = total, True

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
+from ..spans import span
 from .buffers import Buffers
 from .executor import AllReduce, Exchange, Members, Parts, Steps
 from .gloo import Gloo, Pending
@@ -67,11 +68,12 @@ class Job:
 class _Transfer:
     """Data under way to and from the members of a group."""
 
-    def __init__(self, pending: Pending, parts: Parts) -> None:
-        self._pending, self._parts = pending, parts
+    def __init__(self, pending: Pending, parts: Parts, what: str) -> None:
+        self._pending, self._parts, self._what = pending, parts, what
 
     def wait(self) -> Parts:
-        self._pending.wait()
+        with span("wire", self._what):
+            self._pending.wait()
         return self._parts
 
 
@@ -228,7 +230,8 @@ class Pipeline:
         if self._probe:
             self._probe("code", stage, job.number)
         try:
-            return job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
+            with span("code", job.agreement.what):
+                return job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
         finally:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # the next stage has a stream of its own
@@ -249,7 +252,7 @@ class Pipeline:
             job.bytes_sent += sent
             job.bytes_out += sent // (self._groups["intra"].size if "intra" in self._groups else 1)  # one passes it on
             staged = self._on_host(job, wanted.tensor.view(torch.uint8)).view(wanted.tensor.dtype)
-            return _Transfer(self._gloo.all_reduce(staged), [staged])
+            return _Transfer(self._gloo.all_reduce(staged), [staged], job.agreement.what)
         group = self._groups[wanted.where]
         most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
         parts: Parts = [None] * group.size
@@ -267,7 +270,7 @@ class Pipeline:
             if part is not None and part.numel():
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
-        return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts)
+        return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
 
     def _ask_sizes(self, job: Job, wanted: Exchange, group: Members) -> list[int | None]:
         """What each member is going to send here, where it does not follow from what was agreed."""
