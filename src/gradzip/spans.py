@@ -25,7 +25,7 @@ def until(done: torch.futures.Future[Any], what: str, of: str = "") -> None:
     """A range from now until the future is done."""
     if profiler._is_profiler_enabled:
         begun = profiler.record_function(_name(what, of))
-        begun.__enter__()
+        begun.__enter__()  # type: ignore[no-untyped-call]
         begun._call_end_callbacks_on_future(done)
 
 

@@ -5,6 +5,7 @@ handle      what attach returns: steps, statistics, checkpoints
 off         the handle under GRADZIP=off
 ways        what each gradient goes through under a policy
 premises    what near mode takes for granted about the optimizer, watched
+metrics     what Handle.log writes
 report      the lines that rank 0 says
 """
 

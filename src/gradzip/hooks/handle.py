@@ -30,6 +30,7 @@ from ..policy import Adaptive, Policy, as_policy
 from ..refresh import SharedBook
 from . import report
 from .checkpoint import read_checkpoint
+from .metrics import Metrics, Writer
 from .premises import Premises
 from .ways import Ways, parameter_names
 
@@ -80,6 +81,7 @@ class Handle:
         self._parts: dict[str, collectives.Outcome] = {}
         self._to_warn: list[str] = []  # from the channel's threads; said on the user's
         self._told: set[str] = set()
+        self._metrics: list[Metrics] = []
         self._lock = threading.Lock()
         self._premises = None if optimizer is None else Premises(optimizer, self._warn)
         if self._channel.rank == 0:
@@ -105,14 +107,32 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Totals since attach, for this rank.
 
-        `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `exposed_seconds` is what passed
-        between the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route,
-        `tensors` the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what
-        a policy that learns has decided.
+        `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `coding_seconds` and
+        `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
+        the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route, `tensors`
+        the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what a policy
+        that learns has decided.
         """
         self._drain()
         with self._lock:
             return self._stats()
+
+    def log(self, writer: Writer, every: int = 100) -> None:
+        """From now on, rank 0 hands the means of every so many steps to TensorBoard's SummaryWriter or to a function.
+
+        The function gets a dict of numbers and the step, as `wandb.log` does. All ranks may call this.
+        """
+        metrics = Metrics(writer, every)
+        if self._channel.rank == 0:
+            self._metrics.append(metrics)
+
+    def _log(self) -> None:
+        for metrics in list(self._metrics):
+            try:
+                metrics.step(self.stats)
+            except Exception as error:  # of the writer: a full disk must not end the training
+                self._metrics.remove(metrics)
+                self._warn(f"log: the writer failed and will not be called again: {type(error).__name__}: {error}")
 
     def _stats(self) -> dict[str, Any]:
         sent, world, held = self._totals.bytes_sent, self._channel.world, self._memory.held()
@@ -131,6 +151,7 @@ class Handle:
             "ratio": raw / sent if sent else 1.0,
             "collectives": self._totals.collectives,
             "coding_seconds": self._totals.coding,
+            "waiting_seconds": self._totals.waiting,
             "exposed_seconds": self._exposed,
             "memory": sum(held.values()) + (learns.held() if learns else 0),
             "codecs": {
@@ -258,6 +279,7 @@ class Handle:
 
     def _begin(self) -> Backward:
         self._memory.drop()  # what a backward that was broken off has left
+        self._log()
         self._say()
         if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
             report.say(report.in_steps(self.stats()))

@@ -11,6 +11,7 @@ from ..feedback import Value
 from ..option import Option
 from ..policy import Policy
 from .handle import Handle
+from .metrics import Writer
 
 
 class Off(Handle):
@@ -26,8 +27,11 @@ class Off(Handle):
     def stats(self) -> dict[str, Any]:
         """The same keys, and nothing to count."""
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
-        seconds = {"coding_seconds": 0.0, "exposed_seconds": 0.0}
+        seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
         return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "codecs": {}, "tensors": {}, "history": []}
+
+    def log(self, writer: Writer, every: int = 100) -> None:
+        """Nothing is exchanged, and nothing is written."""
 
     def end_epoch(self) -> None:
         pass
