@@ -1,7 +1,7 @@
 """Ranks that meet with an accident, and what the others say: `python tests/faults.py` prints times and words.
 
-Four processes reduce in a loop, started by hand and not by torchrun, which would end the healthy ones at once. After
-two seconds something happens to one of them.
+Four processes reduce in a loop, not started by torchrun, which would end the healthy ones at once. After two seconds
+something happens to one of them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 WORLD = 4
 HEARTBEAT = 5  # seconds; 30 by default
-FAULTS = ("kill", "kill the store's host", "stop", "another codec", "a corrupt frame", "an exception", "asleep")
+NAP = 60  # seconds that a rank sleeps, twice the usual heartbeat
+LINK_DOWN = "a link down"  # the only one that needs emulated hosts
+DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
+BY_SIGNAL = {"kill": signal.SIGKILL, "kill the store's host": signal.SIGKILL, "stop": signal.SIGSTOP}
+FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
+
+
+def victim_of(fault: str) -> int:
+    return 0 if fault in ("kill the store's host", "asleep") else 3
 
 
 def rank_main() -> None:
@@ -30,85 +40,127 @@ def rank_main() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     import gradzip
-    from gradzip.collectives import coder
 
     torch.set_num_threads(1)
-    rank, fault, victim = int(os.environ["RANK"]), os.environ["FAULT"], int(os.environ["VICTIM"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, fault = int(os.environ["RANK"]), os.environ["FAULT"]
+    is_victim = rank == victim_of(fault)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3 * NAP))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)))
-    policy = "cast" if fault == "another codec" and rank == victim else "gcomp:mode=lossless"
+    policy = "cast" if fault == "another codec" and is_victim else "gcomp:mode=lossless"
+    heartbeat = None if fault == "asleep" else timedelta(seconds=HEARTBEAT)
     said: dict[str, Any] = {"rank": rank}
     try:
-        handle = gradzip.attach(model, None, policy, heartbeat=timedelta(seconds=HEARTBEAT))
+        handle = gradzip.attach(model, None, policy, heartbeat=heartbeat)
         # In its first steps DDP has exchanges of its own, for which it answers itself.
         for _ in range(0 if fault == "another codec" else 3):
             model(torch.randn(8, 256)).square().mean().backward()
-        start = time.monotonic()
+        start, steps = time.monotonic(), 0
         print(json.dumps({"ready": rank}), flush=True)
-        encode, steps = coder.TensorCoder.encode, 0
-        while time.monotonic() - start < (60 if fault == "asleep" else 12):
-            if rank == victim and fault == "asleep" and steps == 2:
-                time.sleep(12)  # longer than two heartbeats
-            if rank == victim and time.monotonic() - start > 2 and fault in ("a corrupt frame", "an exception"):
-
-                def broken(self: Any, *args: Any) -> Any:
-                    if fault == "an exception":
-                        raise ArithmeticError("the codec lost count")
-                    blob = encode(self, *args)
-                    blob.data[8:32] ^= 85
-                    return blob
-
-                coder.TensorCoder.encode = broken
+        while time.monotonic() - start < 20 and (fault != "asleep" or steps < 6):
+            if is_victim and (fault == "asleep" and steps == 2 or fault != "asleep" and time.monotonic() - start > 2):
+                happen(fault)
+                said["happened"] = time.time()
+                is_victim = False
             model(torch.randn(8, 256)).square().mean().backward()
             steps += 1
-            if fault == "asleep" and steps >= 6:
-                break
         said["steps"] = steps
     except Exception as error:
         kept = handle.error if "handle" in locals() else error
         said["error"] = f"{type(kept).__name__}: {kept}"[:400]
-        said["raised"] = str(error)[:100]
     said["at"] = time.time()
     print(json.dumps(said), flush=True)
-    os._exit(0) if fault.startswith("kill the") else None  # the store is gone: destroying the group would wait for it
+    if fault == "kill the store's host" or fault == LINK_DOWN:
+        os._exit(0)  # the store is out of reach: destroying the group would wait for it
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
 
+def happen(fault: str) -> None:
+    """What a rank does to itself; signals come from outside."""
+    from gradzip.collectives import coder
+    from gradzip.collectives.gloo import Gloo
+    from gradzip.emulate.network import INTERFACE
+
+    if fault == "asleep":
+        time.sleep(NAP)
+    elif fault == "an exception":
+
+        def lost_count(*args: Any) -> Any:
+            raise ArithmeticError("the codec lost count")
+
+        coder.TensorCoder.encode = lost_count  # type: ignore[method-assign]
+    elif fault in DAMAGED:
+        plainly = Gloo.send
+
+        def damaged(self: Gloo, parts: Any, into: Any, tag: int, place: slice) -> Any:
+            parts = [(rank, data.clone()) for rank, data in parts]
+            for _, data in parts:
+                data[place] ^= 85
+            return plainly(self, parts, into, tag)
+
+        Gloo.send = partialmethod(damaged, place=DAMAGED[fault])  # type: ignore[method-assign]
+    elif fault == LINK_DOWN:
+        ip = shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
+        assert ip is not None
+        subprocess.run([ip, "link", "set", INTERFACE, "down"], check=True)
+
+
 def run(fault: str) -> dict[str, Any]:
-    """What every other rank said, and how long after the accident."""
-    victim = 0 if fault in ("kill the store's host", "asleep") else 3
+    """What every rank said that could, how long after the accident, and the exit codes."""
+    settings = {"FAULT": fault, "TORCH_CPP_LOG_LEVEL": "FATAL", "GRADZIP_ENGINE": "reference"}
+    said, codes = _on_hosts(settings) if fault == LINK_DOWN else _on_loopback(fault, settings)
+    moment = next(words["happened"] for words in said.values() if "happened" in words)
+    for words in said.values():
+        words["seconds"] = round(words["at"] - moment, 2)
+    return {"victim": victim_of(fault), "words": said, "codes": codes}
+
+
+def _on_hosts(settings: dict[str, str]) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+    from gradzip import emulate
+
+    lines: list[str] = []
+    command = [sys.executable, __file__, "--rank"]
+    result = emulate.run(
+        command, hosts=WORLD, measure=False, grace=60, env=settings, on_line=lambda line: lines.append(line.text)
+    )
+    said = [json.loads(line) for line in lines if '"at"' in line]
+    assert any("happened" in words for words in said), lines
+    return {words["rank"]: words for words in said}, dict(enumerate(result.codes))
+
+
+def _on_loopback(fault: str, settings: dict[str, str]) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {"WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"FAULT": fault, "VICTIM": victim, "TORCH_CPP_LOG_LEVEL": "FATAL", "GRADZIP_ENGINE": "reference"}
     processes = []
     for rank in range(WORLD):
-        own = os.environ | {name: str(value) for name, value in (common | {"RANK": rank}).items()}
+        own = {name: str(value) for name, value in (common | {"RANK": rank}).items()}
         command = [sys.executable, __file__, "--rank"]
-        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        environment = os.environ | settings | own
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     try:
         for process in processes:
             assert process.stdout is not None
             assert "ready" in process.stdout.readline()
-        time.sleep(2)
-        if fault.startswith("kill"):
-            processes[victim].send_signal(signal.SIGKILL)
-        elif fault == "stop":
-            processes[victim].send_signal(signal.SIGSTOP)
-        moment, words, codes = time.time(), {}, {}
+        victim = victim_of(fault) if fault in BY_SIGNAL else None
+        if victim is not None:
+            time.sleep(2)
+            processes[victim].send_signal(BY_SIGNAL[fault])
+        moment, said, codes = time.time(), dict[int, dict[str, Any]](), dict[int, int]()
         for rank, process in enumerate(processes):
-            if rank == victim and fault in ("kill", "kill the store's host", "stop"):
+            if rank == victim:
                 continue
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=3 * NAP)
             lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-            words[rank] = lines[-1] if lines else {"error": f"nothing; stderr: {err[-400:]}"}
-            words[rank]["seconds"] = round(words[rank].get("at", moment) - moment, 2)
+            said[rank] = lines[-1] if lines else {"error": f"nothing; stderr: {err[-400:]}", "at": time.time()}
+            if fault in BY_SIGNAL or fault == "another codec":
+                said[rank]["happened"] = moment
             codes[rank] = process.returncode
             if process.returncode:
-                words[rank]["stderr"] = err[-600:]
-        return {"victim": victim, "words": words, "codes": codes}
+                said[rank]["stderr"] = err[-600:]
+        return said, codes
     finally:
         for process in processes:
             if process.poll() is None:
@@ -123,9 +175,10 @@ def main() -> None:
     for fault in sys.argv[1:] or FAULTS:
         result = run(fault)
         print(f"\n{fault} (rank {result['victim']})")
-        for rank, said in result["words"].items():
+        for rank, said in sorted(result["words"].items()):
             text = said.get("error") or f"no error, {said['steps']} steps"
             print(f"  rank {rank} after {said['seconds']:6.2f} s, exit code {result['codes'][rank]}: {text}")
+            print("   ", said.get("stderr", "")) if "stderr" in said else None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import PeerError
+
 HEAD_ROOM = 40  # the table of a single blob
 
 
@@ -36,14 +38,27 @@ def unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
 
 
 def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
-    length = int(payload[:8].view(torch.int64))
+    """What `pack` was given; PeerError if the table does not fit the payload."""
+    room = payload.numel()
+    length = int(payload[:8].view(torch.int64)) if room >= 8 else -1
     at = 8 * (length + 1)
+    if not 3 <= length or at > room:
+        raise _damaged(source, f"its table has {length} entries in {room} bytes")
     count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
+    numbers, sizes = rest[:extra], rest[extra:]
+    if min(count, width, extra) < 0 or extra > len(rest) or count * width != len(sizes):
+        raise _damaged(source, f"its table has {len(rest) - extra} sizes for {count} x {width} blobs")
     blobs = []
-    for size in rest[extra:]:
+    for size in sizes:
+        if not 0 <= size <= room - at:
+            raise _damaged(source, f"a blob of {size} bytes does not fit into the {room - at} that are left")
         blobs.append(Blob(payload[at : at + size], source))
         at += size
-    return [blobs[i * width : (i + 1) * width] for i in range(count)], rest[:extra]
+    return [blobs[i * width : (i + 1) * width] for i in range(count)], numbers
+
+
+def _damaged(source: int, why: str) -> PeerError:
+    return PeerError(f"rank {source} sent a damaged message: {why}")
 
 
 def unpack_all(received: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> list[list[Blob]]:

@@ -158,8 +158,9 @@ class Health:
                     "its network is down, or that rank is dead or stopped"
                 )
                 return
+            cut_off = now - self._contact > self._timeout / 2  # then nothing is known of the others
             for rank, (_, since) in list(self._seen.items()):
-                if now - since > self._timeout:
+                if now - since > self._timeout and not cut_off:
                     text = f"rank {rank} has shown no sign of life for {self._timeout:.0f} s: "
                     text += "it is dead, stopped, or cut off from the network"
                     self.report(text, about=rank)
