@@ -58,7 +58,7 @@ def rank_main() -> None:
         start, steps = time.monotonic(), 0
         print(json.dumps({"ready": rank}), flush=True)
         while time.monotonic() - start < 20 and (fault != "asleep" or steps < 6):
-            if is_victim and (fault == "asleep" and steps == 2 or fault != "asleep" and time.monotonic() - start > 2):
+            if is_victim and (steps == 2 if fault == "asleep" else time.monotonic() - start > 2):
                 happen(fault)
                 said["happened"] = time.time()
                 is_victim = False

@@ -29,7 +29,7 @@ def test_what_was_packed_comes_back(case: tuple[int, list[int], list[int]]) -> N
 
 
 @given(packed, st.integers(0, 8), st.integers(-(2**62), 2**62))
-def test_a_damaged_table_names_its_sender_or_stays_inside(
+def test_a_damaged_table_is_refused_or_stays_inside(
     case: tuple[int, list[int], list[int]], place: int, value: int
 ) -> None:
     payload = message(*case)
@@ -37,10 +37,9 @@ def test_a_damaged_table_names_its_sender_or_stays_inside(
     entries[place % entries.numel()] = value
     try:
         blobs, _ = unpack_numbered(payload, source=2)
-    except PeerError as error:
-        assert "rank 2 sent a damaged message" in str(error)
-    else:
-        assert sum(blob.data.numel() for row in blobs for blob in row) <= payload.numel()
+    except PeerError:
+        return
+    assert sum(blob.data.numel() for row in blobs for blob in row) <= payload.numel()
 
 
 @pytest.mark.parametrize("keep", range(0, 56, 8))

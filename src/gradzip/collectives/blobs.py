@@ -42,7 +42,7 @@ def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]
     room = payload.numel()
     length = int(payload[:8].view(torch.int64)) if room >= 8 else -1
     at = 8 * (length + 1)
-    if not 3 <= length or at > room:
+    if length < 3 or at > room:
         raise _damaged(source, f"its table has {length} entries in {room} bytes")
     count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
     numbers, sizes = rest[:extra], rest[extra:]
