@@ -113,7 +113,7 @@ def _usual(codec: Codec, default: str) -> str:
 
 def submit(message: Message, channel: Channel, done: Callable[[Outcome], None]) -> None:
     """Sends a message on its way; `done` is called once, on one of the channel's threads."""
-    jobs = list(_jobs(message, channel))
+    jobs = list(jobs_of(message, channel))
     gathering = _Gathering(len(jobs), done)
     for job, outcome in jobs:
         job.done = gathering.one_done(outcome)
@@ -145,7 +145,8 @@ def _unset(job: Job, error: BaseException | None) -> None:
     raise AssertionError("a job without an end")
 
 
-def _jobs(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+def jobs_of(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+    """What a message becomes, chunk by chunk; nothing runs yet."""
     what = message.describe()
     if message.route == FACTORS:
         return [_one_job(what, message, channel, _factors)]
