@@ -1,0 +1,176 @@
+"""The library's exchange for W ranks in one process: Backward, Message, Executor, Memory and codecs are the real ones.
+
+Only the wire is replaced. Each rank runs in a thread of its own through the code that it runs on a cluster, and where
+it would send bytes it leaves them for the others and waits until all have come. Everything is a function of the
+gradients: threads change nothing but the time it takes.
+
+What torch would add up itself (plain averaging, `cast/allreduce`) is added in the order of ranks here; Gloo and NCCL
+have an order of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from gradzip.backward import Backward
+from gradzip.collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Topology
+from gradzip.collectives.buffers import Buffers
+from gradzip.feedback import Memory
+from gradzip.hooks.ways import Ways
+from gradzip.policy import Adaptive, Policy
+from gradzip.refresh import SharedBook
+
+Gradients = Mapping[str, torch.Tensor]
+PATIENCE = 300.0  # seconds that a rank waits for the others
+
+
+class _Meeting:
+    """Where ranks hand over what they send."""
+
+    def __init__(self, world: int) -> None:
+        self.slots: list[Exchange | AllReduce | None] = [None] * world
+        self._barrier = threading.Barrier(world, timeout=PATIENCE)
+
+    def swap(self, rank: int, wanted: Exchange | AllReduce, take: Callable[[list[Any]], Parts]) -> Parts:
+        self.slots[rank] = wanted
+        self._barrier.wait()
+        parts = take(list(self.slots))
+        self._barrier.wait()  # nobody goes on, and uses its buffers again, before all have taken theirs
+        return parts
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class _Pipe:
+    """A pipeline that runs each job to its end when it is submitted, in the thread of its rank."""
+
+    def __init__(self, channel: _Channel, meeting: _Meeting) -> None:
+        self._channel, self._meeting = channel, meeting
+
+    def submit(self, job: Job) -> None:
+        received: Parts | None = None
+        while True:
+            try:
+                wanted = job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration:
+                break
+            received = self.exchange(job, wanted)
+        self._channel.buffers.give(job.taken)
+        job.done(job, None)
+
+    def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
+        rank, world = self._channel.rank, self._channel.world
+        if isinstance(wanted, AllReduce):
+            job.bytes_sent += 2 * (world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // world
+            return self._meeting.swap(rank, wanted, _sum)
+        group = self._channel.groups[wanted.where]
+        job.bytes_sent += sum(p.numel() for i, p in enumerate(wanted.send) if p is not None and i != group.rank)
+
+        def take(slots: list[Any]) -> Parts:
+            sent = [cast(Exchange, slots[other]).send[group.rank] for other in group.ranks]
+            return [None if part is None else part.clone() for part in sent]
+
+        return self._meeting.swap(rank, wanted, take)
+
+
+def _sum(slots: list[Any]) -> Parts:
+    total = slots[0].tensor.clone()
+    for other in slots[1:]:
+        total += other.tensor
+    return [total]
+
+
+class _Channel:
+    """What Backward and Message use of a Channel."""
+
+    error = None
+
+    def __init__(self, rank: int, world: int, device: torch.device, meeting: _Meeting) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self.topology = Topology(rank, tuple((r,) for r in range(world)))
+        self.groups = self.topology.groups()
+        self.buffers = Buffers()
+        self.pipeline = _Pipe(self, meeting)
+
+
+class ExactWorkers:
+    """Error memory and codec state of all ranks; `mean` is one step of what `gradzip.attach` does."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, policy: Policy, world: int
+    ) -> None:
+        names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
+        self.world, self.step, self.bytes_sent = world, 0, 0  # bytes that rank 0 has sent
+        self._parameters, self._optimizer, self._policy = names, optimizer, policy
+        self._device = next(iter(names)).device
+        self._meeting = _Meeting(world)
+        self._channels = [_Channel(rank, world, self._device, self._meeting) for rank in range(world)]
+        self._memories = [Memory(rank) for rank in range(world)]
+        self._books = [SharedBook() for _ in range(world)]
+        self._ways = Ways(names, self._device, optimizer, self._channels[0].topology)
+
+    def mean(self, gradients: list[Gradients]) -> dict[str, torch.Tensor]:
+        """What all ranks get for the gradients of each, by parameter name. Ends the step."""
+        ways, adaptive = self._ways.of(self._policy, 1.0), isinstance(self._policy, Adaptive)
+        results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]
+        failures: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                with torch.no_grad():
+                    results[rank] = self._run(rank, ways, gradients[rank], adaptive)
+            except BaseException as failure:
+                failures.append(failure)
+                self._meeting.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+        for other in results[1:]:
+            for name, mean in results[0].items():
+                assert torch.equal(mean, other[name]), f"replicas differ in {name}"
+        self.step += 1
+        if isinstance(self._policy, Adaptive):
+            for name, mean in results[0].items():
+                self._policy.observe(name, mean)
+            self._policy.end_step([float(group["lr"]) for group in getattr(self._optimizer, "param_groups", [])])
+        return results[0]
+
+    def end_epoch(self) -> None:
+        if isinstance(self._policy, Adaptive):
+            self._policy.end_epoch()
+
+    def _run(self, rank: int, ways: dict[str, Any], own: Gradients, learns: bool) -> dict[str, torch.Tensor]:
+        plain = {f"{way.codec}/{way.route}" for way in ways.values()} == {"identity/allreduce"}
+        ended: list[Outcome] = []
+        channel, memory = cast(Channel, self._channels[rank]), self._memories[rank]
+        backward = Backward(
+            self.step, 1.0, ways, plain and not memory.residuals, "", channel, memory,
+            lambda done: ended.append(done.totals), books=self._books[rank], learns=learns,
+        )  # fmt: skip
+        backward.compare(False, _raise)
+        buffer = torch.cat([own[name].reshape(-1) for name in ways])
+        named, at = [], 0
+        for name in ways:
+            size = own[name].numel()
+            named.append((name, buffer[at : at + size].view(own[name].shape)))
+            at += size
+        backward.take(buffer, named, last=True)
+        if ended[0].error is not None:
+            raise ended[0].error
+        if rank == 0:
+            self.bytes_sent += ended[0].bytes_sent
+        return dict(named)
+
+
+def _raise(text: str) -> None:
+    raise AssertionError(text)

@@ -1,0 +1,188 @@
+"""experiments/workers: W simulated workers are W real processes under DDP with attach, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import TIMEOUT, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+from gradzip import Accordion, Fixed, Rules
+from gradzip.codecs import Context, parse
+from gradzip.optim import EFMomentum
+from gradzip.policy import as_policy
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+from workers import rounding
+from workers.exact import ExactWorkers
+from workers.stacked import StackedWorkers
+from workers.training import WorkerGradients, set_rate
+
+STEPS = 3
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "lossless": lambda: Fixed("gcomp:mode=lossless"),
+    "near": lambda: "gcomp",
+    "near-4096": lambda: "gcomp:ulps=4096",
+    "near-4096-forgets": lambda: "gcomp:ulps=4096,feedback=false",
+    "keep-7": lambda: "gcomp:keep=7",
+    "keep-3": lambda: "gcomp:keep=3",
+    "18 bits cut": lambda: "gcomp:keep=5,round=truncate,feedback=false",
+    "cast": lambda: "cast",
+    "powersgd": lambda: "powersgd:rank=2",
+    "topk": lambda: "topk:ratio=0.05",
+    "randomk": lambda: "randomk:ratio=0.05",
+    "randomblock": lambda: "randomblock:ratio=0.05",
+    "sign": lambda: "sign",
+    "accordion": lambda: Accordion("powersgd:rank=4", "powersgd:rank=2", epochs=1, lr_drop=1.0),
+    "accordion-ulps": lambda: Accordion("gcomp", "gcomp:ulps=4096", window=2),
+    "mixed": lambda: Rules({"0.*": "powersgd:rank=2", "3.*": "topk:ratio=0.1", "8.*": "gcomp"}),
+}
+REAL = ["lossless", "near", "near-4096", "powersgd", "topk", "sign", "accordion"]
+NEAR = [name for name in POLICIES if "near" in name or name in ("accordion-ulps", "mixed")]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    convolutions = (nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 16, 3), nn.BatchNorm2d(16))
+    return nn.Sequential(*convolutions, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name in NEAR:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return EFMomentum(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 3, 10, 10, generator=rng), torch.randint(10, (4,), generator=rng)
+
+
+def rate_at(name: str, step: int) -> float:
+    return (1e-3 if name in NEAR else 0.05) * (0.1 if step >= 2 else 1.0)
+
+
+def train_ddp(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    """One real rank: parameters and buffers after a few steps under each policy."""
+    ended = {}
+    for name in names:
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
+        optimizer = optimizer_of(name, model.parameters())
+        handle = gradzip.attach(model, optimizer, POLICIES[name](), timeout=TIMEOUT)
+        for step in range(STEPS):
+            set_rate(optimizer, rate_at(name, step))
+            x, y = batch(step, rank)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            handle.end_epoch()
+        ended[name] = [value.clone() for value in model.module.state_dict().values()]
+        handle.detach()
+    return ended
+
+
+def train_simulated(name: str, world: int, kind: Any, probe: bool = False) -> list[torch.Tensor]:
+    model = network()
+    optimizer = optimizer_of(name, model.parameters())
+    workers = kind(model, optimizer, as_policy(POLICIES[name]()), world)
+    stacked = isinstance(workers, StackedWorkers)
+    names = [n for n, _ in model.named_parameters()]
+    rows = workers.rows if stacked else [[torch.zeros_like(p) for p in model.parameters()] for _ in range(world)]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    gradients = WorkerGradients(model, loss_of, rows, graph=False)
+    for step in range(STEPS):
+        set_rate(optimizer, rate_at(name, step))
+        gradients(batch(step, worker) for worker in range(world))
+        if stacked:
+            found = workers.mean(probe)
+            assert not found or 0 < found["own_bytes"] < 4.2 * found["values"]
+        else:
+            means = workers.mean([dict(zip(names, row)) for row in rows])
+            for n, p in model.named_parameters():
+                p.grad = means[n]
+        optimizer.step()
+        workers.end_epoch()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Any:
+    """As the processes have it: the order of sums inside convolutions depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, list[torch.Tensor]]:
+    """Rank 0 of three real ones; three, so that a mean is no shift of exponents."""
+    ranks = run_ranks(3, train_ddp, REAL)
+    return ranks[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_simulated_workers_are_real_ranks(name: str, real: dict[str, list[torch.Tensor]], single_thread: None) -> None:
+    simulated = train_simulated(name, 3, ExactWorkers)
+    assert len(simulated) == len(real[name])
+    for here, there in zip(simulated, real[name]):
+        assert torch.equal(here, there)
+    start = list(network().state_dict().values())
+    assert not torch.equal(simulated[0], start[0]), "nothing was trained"
+
+
+@pytest.mark.parametrize(("name", "world"), [*((name, 4) for name in POLICIES), ("near-4096", 16), ("powersgd", 3)])
+def test_stacked_workers_are_exact_ones(name: str, world: int, single_thread: None) -> None:
+    exact = train_simulated(name, world, ExactWorkers)
+    for here, there in zip(train_simulated(name, world, StackedWorkers, probe=True), exact):
+        assert torch.equal(here, there)
+
+
+def test_rank_1_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch, single_thread: None) -> None:
+    """A library multiplies one matrix by a vector in another order than several at once."""
+    monkeypatch.setitem(POLICIES, "rank 1", lambda: "powersgd:rank=1")
+    exact = train_simulated("rank 1", 4, ExactWorkers)
+    for here, there in zip(train_simulated("rank 1", 4, StackedWorkers), exact):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_see_different_data(single_thread: None) -> None:
+    """More workers are not the same as one: the comparison above could otherwise not fail."""
+    assert not torch.equal(train_simulated("near", 4, StackedWorkers)[0], train_simulated("near", 3, StackedWorkers)[0])
+
+
+PATTERNS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1]))
+
+
+@given(st.lists(PATTERNS, min_size=1, max_size=60), st.integers(0, 23), st.booleans())
+def test_keep_is_the_codecs(patterns: list[int], bits: int, truncate: bool) -> None:
+    x = torch.tensor(patterns).to(torch.int32).view(torch.float32)
+    codec = parse(f"gcomp:keep={bits},round={'truncate' if truncate else 'nearest'}")
+    decoded = codec.decode(codec.encode(x))
+    assert _same_or_nan(rounding.keep(x, bits, truncate), decoded)
+
+
+@given(st.lists(st.tuples(PATTERNS, st.integers(-128, 103)), min_size=1, max_size=60), st.integers(0, 6))
+def test_near_is_the_codecs(cases: list[tuple[int, int]], shift: int) -> None:
+    x = torch.tensor([pattern for pattern, _ in cases]).to(torch.int32).view(torch.float32)
+    floors = torch.tensor([floor for _, floor in cases], dtype=torch.int8)
+    codec, context = parse("gcomp"), Context(floor=floors, shift=shift)
+    assert _same_or_nan(rounding.near(x, floors, shift), codec.decode(codec.encode(x, context), context))
+
+
+def _same_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
