@@ -154,6 +154,7 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
     for (int i = 0; i < 32; i++) votes |= unsigned(m.seen[i] & 1) << i;
     return votes;
 }
+inline bool __any_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) != 0; }
 template <class T>
 T __shfl_sync(unsigned, T v, int from) { return T(emulator::exchange(uint64_t(v), "__shfl_sync").seen[from & 31]); }
 template <class T>
@@ -183,6 +184,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return unsigned((uint64_t(high) << 32 | low) >> (by & 31));
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return unsigned((uint64_t(high) << 32 | low) << (by & 31) >> 32);
 }
 inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
     return by >= 32 ? high : unsigned((uint64_t(high) << 32 | low) >> by);

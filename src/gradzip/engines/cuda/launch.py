@@ -189,7 +189,9 @@ def _plan_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep
 
 
 @cache
-def _encode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None) -> _Kernel:
+def _encode_kernel(
+    on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool
+) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
         return _Kernel(name, 1, on.load(name, 32, 0))
@@ -197,8 +199,8 @@ def _encode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ke
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
     warps = on.warps(room)
-    keeps = str(keep is not None).lower()
-    name = f"encode_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {keeps}, {warps}>"
+    rounding = "kAsIs" if keep is None else "kToBFloat16" if keep == 7 and not truncate else "kRounded"
+    name = f"encode_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {rounding}, {warps}>"
     return _Kernel(name, warps, on.load(name, 32 * warps, warps * room))
 
 
@@ -259,7 +261,7 @@ class Launch:
         if encodes:
             keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
             self._tables = _plan_kernel(on, dtype, coding, floor, keep is not None)
-            self._main = _encode_kernel(on, dtype, coding, floor, keep)
+            self._main = _encode_kernel(on, dtype, coding, floor, keep, job.truncate)
         else:
             self._tables = "read_segment"
             self._main = _decode_kernel(on, dtype, coding, floor, first.addend is not None)

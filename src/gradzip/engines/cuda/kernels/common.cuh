@@ -18,7 +18,7 @@ extern __shared__ __align__(16) u8 dynamic_shared[];
 
 constexpr u32 kAll = 0xffffffffu;
 constexpr int kBlock = 4096, kSegmentBlocks = 32;
-constexpr u32 kCodeStride = 260;  // words per segment in the encoder's table: 257 entries of code | length << 8
+constexpr u32 kCodeStride = 260;  // words per segment in the encoder's table: 257 entries of entry_of
 constexpr int kExact = -256;      // the floor of values that stay exact; so low that no test needs it
 constexpr int kCoarsest = 103;    // the highest floor: up to here 2^(f+23) + x stays finite
 constexpr u32 kSlotBytes = 32768; // scratch memory: a block before its place is known, or two lists
@@ -88,7 +88,7 @@ DEVICE u32 lane_id() { return threadIdx.x & 31; }
 DEVICE u32 uniform(u32 v) { return __shfl_sync(kAll, v, 0); }
 DEVICE u32 warp_id() { return uniform(threadIdx.x >> 5); }
 DEVICE u32 lower_lanes() { return (1u << lane_id()) - 1; }
-DEVICE bool any(bool flag) { return __ballot_sync(kAll, flag) != 0; }
+DEVICE bool any(bool flag) { return __any_sync(kAll, flag); }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 DEVICE u32 sum(u32 v) { return __reduce_add_sync(kAll, v); }

@@ -12,74 +12,98 @@ struct FixedForm {
 template <class F>
 DEVICE Four read_four(const typename F::Bits* values, u32 i) { return load_four<F>(values, i, true); }
 
-// What a look at all values of a block gives, over all threads.
-struct Union {
-    u32 bits = 0;     // the or of all
-    u32 differs = 0;  // where bits differ from those of the first
-};
+// How values are rounded: not at all, to any number of bits, or to 7 bits and ties to even, which is conversion to bfloat16.
+enum { kAsIs = 0, kRounded = 1, kToBFloat16 = 2 };
 
-template <class S>
-DEVICE void look_at(Union& u, Four four, u32 first) {
-    for (int k = 0; k < 4; k++) {
-        u.bits |= four.v[k];
-        u.differs |= four.v[k] ^ first;
-    }
+// Two values that are not NaN, rounded to bfloat16, side by side; subnormals and -0 become 0.
+DEVICE u32 two_bfloat16(u32 low, u32 high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    u32 both;
+    asm("{ .reg .f32 low, high;\n"
+        "add.ftz.f32 low, %1, 0f00000000;\n"
+        "add.ftz.f32 high, %2, 0f00000000;\n"
+        "cvt.rn.bf16x2.f32 %0, high, low; }"
+        : "=r"(both)
+        : "f"(__uint_as_float(low)), "f"(__uint_as_float(high)));
+    return both;
+#else
+    u32 a = (low << 1) < 0x1000000u ? 0 : low, b = (high << 1) < 0x1000000u ? 0 : high;
+    return __byte_perm(a + 0x7fff + ((a >> 16) & 1), b + 0x7fff + ((b >> 16) & 1), 0x7632);
+#endif
 }
 
-// Brings a block's values to shared memory, mapped.
-template <class F, class S, bool KEEP>
-DEVICE Union gather_fixed(const Args& a, const typename F::Bits* x, int n, typename S::Bits* values) {
-    typedef typename S::Bits Stored;
-    constexpr u32 kPerLane = 16 / F::kItem;  // values that are copied at once
-    constexpr int kHalf = 8 * (F::kItem - S::kItem);
-    bool aligned = n == kBlock && (u64)x % 16 == 0;
-    Union u;
-    if (aligned && !KEEP) {
-#pragma unroll
-        for (u32 i = kPerLane * lane_id(); i < (u32)kBlock; i += 32 * kPerLane) copy_async(values + i, x + i);
-        wait_for_copies();
-        u32 first = values[0];
+// Whether one of a full block's values has the highest exponent.
+DEVICE bool has_infinite(const u16* values) {
+    bool found = false;
 #pragma unroll 4
-        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 128) look_at<S>(u, read_four<S>(values, i), first);
-    }
+    for (u32 i = lane_id(); i < (u32)kBlock; i += 32) found |= (values[i] & 0x7f80) == 0x7f80;
+    return any(found);
+}
+
+// Brings a full block to shared memory, rounded; returns whether a value was or became infinite, or NaN, so that it must be
+// done again with more care.
+template <class S, int ROUNDING>
+DEVICE bool gather_rounded(const Args& a, const u32* x, typename S::Bits* values) {
     u32 top = 0;
-    if (aligned && KEEP) {
-        u32 first = map_fixed<F, KEEP>(x[0], a);
 #pragma unroll 1
-        for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 8 * 128) {
-            Four four[8];
+    for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 8 * 128) {
+        Four four[8];
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) four[k] = load_four<F>(x, i + 128 * k, true);
+        for (u32 k = 0; k < 8; k++) four[k] = load_four<Float32>(x, i + 128 * k, true);
 #pragma unroll
-            for (u32 k = 0; k < 8; k++) {
-                for (int c = 0; c < 4; c++) four[k].v[c] = map_keep_finite(four[k].v[c], a, top);
-                look_at<S>(u, four[k], first);
-                if (kHalf)
-                    *(uint2*)(values + i + 128 * k) = make_uint2(__byte_perm(four[k].v[0], four[k].v[1], 0x7632),
-                                                                 __byte_perm(four[k].v[2], four[k].v[3], 0x7632));
-                else
-                    store_four<S>(values, i + 128 * k, four[k], true);
+        for (u32 k = 0; k < 8; k++) {
+            u32* v = four[k].v;
+            if (ROUNDING == kToBFloat16) {
+                uint2 halves = make_uint2(two_bfloat16(v[0], v[1]), two_bfloat16(v[2], v[3]));
+                top |= halves.x | halves.y;
+                *(uint2*)(values + i + 128 * k) = halves;
+                continue;
             }
-        }
-        u.bits >>= kHalf;
-        u.differs >>= kHalf;
-        top = any(top >= 0x7f800000u);
-    }
-    if (!aligned || top) {
-        u = Union();
-        u32 first = map_fixed<F, KEEP>(x[0], a) >> kHalf;
-#pragma unroll 8
-        for (u32 i = lane_id(); i < (u32)n; i += 32) {
-            u32 q = map_fixed<F, KEEP>(x[i], a) >> kHalf;
-            u.bits |= q;
-            u.differs |= q ^ first;
-            values[i] = (Stored)q;
+            for (int c = 0; c < 4; c++) v[c] = map_keep_finite(v[c], a, top);
+            if (S::kItem == 2)
+                *(uint2*)(values + i + 128 * k) = make_uint2(__byte_perm(v[0], v[1], 0x7632), __byte_perm(v[2], v[3], 0x7632));
+            else
+                store_four<S>(values, i + 128 * k, four[k], true);
         }
     }
     __syncwarp();
-    u.bits = or_of(u.bits);
-    u.differs = any(exponent_of<S>(u.differs) != 0);
-    return u;
+    if (ROUNDING == kRounded) return any(top >= 0x7f800000u);
+    if constexpr (ROUNDING == kToBFloat16) return any((top & 0x40004000u) != 0) && has_infinite(values);
+    return false;
+}
+
+// Brings a block's values to shared memory, mapped.
+template <class F, class S, int ROUNDING>
+DEVICE void gather_fixed(const Args& a, const typename F::Bits* x, int n, typename S::Bits* values) {
+    typedef typename S::Bits Stored;
+    constexpr u32 kPerLane = 16 / F::kItem;  // values that are copied at once
+    constexpr int kHalf = 8 * (F::kItem - S::kItem);
+    bool done = n == kBlock && (u64)x % 16 == 0;
+    if (done && ROUNDING == kAsIs) {
+#pragma unroll
+        for (u32 i = kPerLane * lane_id(); i < (u32)kBlock; i += 32 * kPerLane) copy_async(values + i, x + i);
+        wait_for_copies();
+    }
+    if constexpr (ROUNDING != kAsIs) done = done && !gather_rounded<S, ROUNDING>(a, x, values);
+    if (done) return;
+#pragma unroll 8
+    for (u32 i = lane_id(); i < (u32)n; i += 32)
+        values[i] = (Stored)(map_fixed<F, ROUNDING != kAsIs>(x[i], a) >> kHalf);
+    __syncwarp();
+}
+
+// Four neighbours in as many registers as they take in memory.
+template <class F>
+DEVICE uint4 read_packed(const typename F::Bits* values, u32 i) {
+    if (F::kItem == 4) return *(const uint4*)(values + i);
+    uint2 halves = *(const uint2*)(values + i);
+    return make_uint4(halves.x, halves.y, halves.x, halves.y);
+}
+
+template <class F>
+DEVICE u32 nth_of(uint4 packed, int k) {
+    if (F::kItem == 4) return k == 0 ? packed.x : k == 1 ? packed.y : k == 2 ? packed.z : packed.w;
+    return (k < 2 ? packed.x : packed.y) >> 16 * (k & 1);
 }
 
 // The rounded mean exponent of rows 0, 16, 32, ...
@@ -98,25 +122,37 @@ DEVICE u32 base_of(const typename F::Bits* values, int n) {
 }
 
 template <class F>
-DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, Union u, u32 raw, const u32* codes, u32* table) {
-    FixedForm form = {kSparse, 0, 0, 0, 0, !u.differs, 0, 0, 0};
-    u32 bits = u.bits;
-    if (bits == 0) return form;
-    form.base = u.differs ? base_of<F>(values, n) : uniform(exponent_of<F>(values[0]));
-    make_block_table(codes, form.base, table);
+DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, u32 raw, const u32* codes, u32* table) {
+    u32 base = base_of<F>(values, n);
+    make_block_table(codes, base, table);
     // Each thread has four neighbours out of 128, so that its columns are the same 4 lanes all along.
-    u32 cost[4] = {0, 0, 0, 0};
+    u32 cost[4] = {0, 0, 0, 0}, bits = 0, common = kAll;
     if (n == kBlock) {
 #pragma unroll 4
         for (u32 i = 4 * lane_id(); i < (u32)kBlock; i += 128) {
-            Four four = read_four<F>(values, i);
-            for (int k = 0; k < 4; k++) cost[k] += table[exponent_of<F>(four.v[k])] >> 16;
+            uint4 four = read_packed<F>(values, i);
+            for (int k = 0; k < 4; k++) cost[k] += (u16)table[exponent_of<F>(nth_of<F>(four, k))];
+            bits |= F::kItem == 4 ? four.x | four.y | four.z | four.w : four.x | four.y;
+            common &= F::kItem == 4 ? four.x & four.y & four.z & four.w : four.x & four.y;
         }
+        if (F::kItem == 2) bits |= bits >> 16, common &= common >> 16;
     } else {
         for (u32 i = 4 * lane_id(); i < (u32)n; i += 128)
-            for (u32 k = 0; k < 4 && i + k < (u32)n; k++) cost[k] += table[exponent_of<F>(values[i + k])] >> 16;
+            for (u32 k = 0; k < 4 && i + k < (u32)n; k++) {
+                u32 v = values[i + k];
+                cost[k] += (u16)table[exponent_of<F>(v)];
+                bits |= v;
+                common &= v;
+            }
+        if (4 * lane_id() >= (u32)n) bits = common = values[0];
         __syncwarp();
     }
+    u32 first = values[0];
+    bool single = !any((exponent_of<F>(bits ^ first) | exponent_of<F>(common ^ first)) != 0);
+    if (F::kItem == 2) bits &= 0xffff;
+    bits = or_of(bits);
+    FixedForm form = {kSparse, 0, 0, 0, 0, single, single ? uniform(exponent_of<F>(first)) : base, 0, 0};
+    if (bits == 0) return form;
     u32 zeros = sum(zeros_of(cost[0]) + zeros_of(cost[1]) + zeros_of(cost[2]) + zeros_of(cost[3])), loose = 0;
     if (zeros)  // with -0 or subnormals among them, all values have a field
         for (u32 i = lane_id(); i < (u32)n; i += 32) loose |= exponent_of<F>(values[i]) ? 0 : values[i];
@@ -147,14 +183,9 @@ DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, Union u, u
 // --- Planes --------------------------------------------------------------------------------------------------------
 
 // Sign and upper mantissa bits of four neighbours: the highest plane where fields are whole bytes.
-template <class F>
 DEVICE u32 top_plane(Four f) {
     constexpr u32 signs = 0x80808080u;
-    if (F::kItem == 4) {
-        u32 high = bytes_of<3>(f.v[0], f.v[1], f.v[2], f.v[3]), low = bytes_of<2>(f.v[0], f.v[1], f.v[2], f.v[3]);
-        return (high & signs) | (low & ~signs);
-    }
-    u32 high = bytes_of<1>(f.v[0], f.v[1], f.v[2], f.v[3]), low = bytes_of<0>(f.v[0], f.v[1], f.v[2], f.v[3]);
+    u32 high = bytes_of<3>(f.v[0], f.v[1], f.v[2], f.v[3]), low = bytes_of<2>(f.v[0], f.v[1], f.v[2], f.v[3]);
     return (high & signs) | (low & ~signs);
 }
 
@@ -163,10 +194,16 @@ template <class F, u32 WHOLE>
 DEVICE void write_byte_planes(const typename F::Bits* values, u32* planes) {
 #pragma unroll 4
     for (u32 i = lane_id(); i < (u32)kBlock / 4; i += 32) {
+        if (F::kItem == 2) {
+            uint2 halves = *(const uint2*)(values + 4 * i);
+            planes[i] = (__byte_perm(halves.x, halves.y, 0x7531) & 0x80808080u) |
+                        (__byte_perm(halves.x, halves.y, 0x6420) & 0x7f7f7f7fu);
+            continue;
+        }
         Four f = read_four<F>(values, 4 * i);
         if (WHOLE == 3) planes[i] = bytes_of<0>(f.v[0], f.v[1], f.v[2], f.v[3]);
         if (WHOLE >= 2) planes[1024 * (WHOLE - 2) + i] = bytes_of<1>(f.v[0], f.v[1], f.v[2], f.v[3]);
-        planes[1024 * (WHOLE - 1) + i] = top_plane<F>(f);
+        planes[1024 * (WHOLE - 1) + i] = top_plane(f);
     }
 }
 
@@ -208,29 +245,27 @@ DEVICE void write_all_planes(const typename F::Bits* values, u8* planes, int n, 
 
 // One row, with the `rest` bits of its fields if there are any.
 template <class F, bool REST>
-DEVICE void push_fixed_row(Lanes& lanes, u32 v, u32 entry, bool here, bool escapes, u32 down, const FixedForm& form) {
-    u32 e = exponent_of<F>(v);
+DEVICE void push_fixed_row(Lanes& lanes, u32 v, u32 entry, bool here, bool escapes, u32 up, const FixedForm& form) {
     if (REST) {
-        bool has_field = here && (!form.pruned || e != 0);
-        lanes.push(has_field ? (field_of<F>(v) >> down) & ((1u << form.rest) - 1) : 0, has_field ? form.rest : 0);
+        bool has_field = here && (!form.pruned || exponent_of<F>(v) != 0);
+        lanes.push(field_of<F>(v) << up, has_field ? form.rest : 0);
     }
-    lanes.push_exponent(e, entry, escapes);
+    lanes.push_exponent(F::kExponent == 8 ? v << (33 - 8 * F::kItem) : exponent_of<F>(v) << 24, entry, escapes);
 }
 
 // All rows, the last one first. Returns whether there were escapes.
 template <class F, bool REST>
 DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const u32* table, int n, const FixedForm& form) {
     bool spills = form.refill > kRefillRoom;
-    u32 down = (u32)F::kField - 8 * form.whole - form.rest, lane = lane_id();
+    u32 up = 32 - (u32)F::kField + 8 * form.whole, lane = lane_id();  // brings the rest of a field to the top
     u32 escapes = 0;
     int grouped = n & ~127;
     for (int row = (n + 31) / 32 * 32 - 32; row >= grouped; row -= 32) {
         u32 i = (u32)row + lane;
         bool here = i < (u32)n;
         u32 v = here ? values[i] : 0, entry = here ? table[exponent_of<F>(v)] : 0;
-        bool now = any((entry & kEscapes) != 0);
-        escapes |= now;
-        push_fixed_row<F, REST>(lanes, v, entry, here, now, down, form);
+        escapes |= entry & kEscapes;
+        push_fixed_row<F, REST>(lanes, v, entry, here, true, up, form);
         if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
     }
 #pragma unroll 1
@@ -240,14 +275,19 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         for (int k = 0; k < 4; k++) v[k] = values[i + 32 * k];
 #pragma unroll
         for (int k = 0; k < 4; k++) entry[k] = table[exponent_of<F>(v[k])];
-        bool now = any(((entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes) != 0);
-        escapes |= now;
+        // Testing two bits is one instruction, and testing one is two; escaped infinities do no harm.
+        if (!any(((entry[0] | entry[1] | entry[2] | entry[3]) & (kEscapes | kSpecial)) != 0)) {
 #pragma unroll
-        for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, now, down, form);
+            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, false, up, form);
+        } else {
+            escapes |= (entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes;
+#pragma unroll
+            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, true, up, form);
+        }
         if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
     }
     if (spills) lanes.write_rest();
-    return escapes != 0;
+    return any(escapes != 0);
 }
 
 // Codes a dense block before its place is known, if its refill bytes fit into the room; else once it is known.
@@ -287,7 +327,7 @@ struct FixedRoom {
     u8 refill[kRefillRoom];
 };
 
-template <class F, class S, bool KEEP, int WARPS>
+template <class F, class S, int ROUNDING, int WARPS>
 DEVICE void encode_fixed(const Args& a) {
     FixedRoom<S>& room = ((FixedRoom<S>*)dynamic_shared)[warp_id()];
     for (;;) {
@@ -295,9 +335,9 @@ DEVICE void encode_fixed(const Args& a) {
         if (ticket >= (u32)a.groups) return;
         Turn turn = turn_of(a, ticket);
         const typename F::Bits* x = pointer<const typename F::Bits>(turn.tensor->values) + turn.start;
-        Union u = gather_fixed<F, S, KEEP>(a, x, turn.n, room.values);
+        gather_fixed<F, S, ROUNDING>(a, x, turn.n, room.values);
         u32 raw = (u32)(turn.n * F::kItem + 3) / 4;
-        FixedForm form = measure_fixed<S>(room.values, turn.n, u, raw, turn.codes, room.table);
+        FixedForm form = measure_fixed<S>(room.values, turn.n, raw, turn.codes, room.table);
         announce(a, turn, form.words);
         write_fixed<F, S>(a, turn, room.values, form, room.table, room.refill);
         __syncwarp();

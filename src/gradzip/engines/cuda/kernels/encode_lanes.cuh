@@ -3,22 +3,13 @@
 
 constexpr u32 kLaneRoom = 1024;  // bytes of refill that wait in shared memory
 
-// What decides a block's form. Sums are per lane until `add_up`.
+// What decides whether a block is sparse; over all lanes.
 struct LaneCounts {
-    u32 part_bits = 0;  // of all lane parts
-    u32 cost = 0;       // sum of entry >> 16
-    u32 differs = 0;    // where bits differ from the first value's
-    u32 widths = 0;     // the or of all widths
-    u32 fields = 0, code_bits = 0;  // values that are not 0, and bits of codes: known after add_up
+    u32 fields, part_bits;  // values that are not 0, and bits of their lane parts
+    u32 code_bits;          // of all codes and raw exponents
+    bool exact;             // whether some have 24 lane bits
+    bool single;            // whether all have the same exponent
 };
-
-DEVICE void add_up(LaneCounts& c, u32 n) {
-    c.part_bits = sum(c.part_bits);
-    c.code_bits = sum(cost_of(c.cost));
-    c.fields = n - sum(zeros_of(c.cost));
-    c.differs = any((c.differs & 0x7f800000u) != 0);
-    c.widths = or_of(c.widths);
-}
 
 struct LaneRow {
     u32 v;
@@ -30,13 +21,6 @@ DEVICE LaneRow load_row(const Source<Float32, FLOOR>& s, u32 i) { return {__ldcs
 
 template <int CODING, int FLOOR>
 DEVICE Mapped map_row(const Source<Float32, FLOOR>& s, LaneRow row) { return map_lanes<CODING>(row.v, make_floor(s, row.in)); }
-
-DEVICE void count_value(LaneCounts& c, Mapped q, u32 entry, u32 first) {
-    c.part_bits += (u32)q.width;
-    c.cost += entry >> 16;
-    c.differs |= q.bits ^ first;
-    c.widths |= (u32)q.width;
-}
 
 // The largest l with m * 2^l <= n.
 DEVICE u32 low_width(u32 m, u32 n) {
@@ -62,7 +46,7 @@ struct SparseLayout {
 template <int FLOOR>
 DEVICE u32 all_distances(const Source<Float32, FLOOR>& s, u32 n, const LaneCounts& c) {
     u32 total = 0;
-    if ((c.widths & 24) != 24) return c.part_bits - c.fields;
+    if (!c.exact) return c.part_bits - c.fields;
     for (u32 i = lane_id(); i < n; i += 32) {
         int f = floor_at(s, i);
         Mapped q = map_near(s.x[i], f);
@@ -81,7 +65,7 @@ DEVICE u32 sparse_words(const Source<Float32, FLOOR>& s, u32 n, const LaneCounts
     if (*distances > 65535) return 0;
     SparseLayout at(m, n, *distances, kept);
     u32 sparse = 32 + m * (at.low + 3) + ((n - 1) >> at.low) + *distances + kept;
-    u32 dense = 544 + (c.differs ? c.code_bits : 0) + c.part_bits;
+    u32 dense = 544 + (c.single ? 0 : c.code_bits) + c.part_bits;
     u32 words = (at.end + 31) / 32;
     return sparse < dense && words < n ? words : 0;
 }
@@ -127,33 +111,52 @@ DEVICE void write_sparse(const Source<Float32, FLOOR>& s, int n, const LaneCount
     }
 }
 
-template <int FLOOR>
-DEVICE LaneCounts measure_near(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first) {
-    LaneCounts c;
+// Writes the sparse form if it is the one to choose; its words, or 0.
+template <int CODING, int FLOOR>
+DEVICE u32 try_sparse(const Source<Float32, FLOOR>& s, int n, const LaneCounts& c, u32* block) {
+    if (CODING != kNear) return 0;
+    u32 distances = 0, words = sparse_words(s, (u32)n, c, &distances);
+    if (words) write_sparse(s, n, c, distances, words, block);
+    return words;
+}
+
+template <int CODING, int FLOOR>
+DEVICE LaneCounts measure_lanes(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first) {
+    u32 part_bits = 0, code_bits = 0, zeros = 0;
+    bool exact = false, differs = false;
 #pragma unroll 4
     for (u32 i = lane_id(); i < (u32)n; i += 32) {
-        Mapped q = map_row<kNear>(s, load_row(s, i));
-        count_value(c, q, table[q.e], first);
+        Mapped q = map_row<CODING>(s, load_row(s, i));
+        u32 entry = table[q.e];
+        part_bits += (u32)q.width;
+        code_bits += cost_of((u16)entry);
+        zeros += q.e == 0;
+        exact |= q.width == 24;
+        differs |= q.e != first;
     }
     __syncwarp();
-    add_up(c, (u32)n);
-    return c;
+    return {(u32)n - sum(zeros), sum(part_bits), sum(code_bits), any(exact), !any(differs)};
 }
 
 // One row: phases 4 to 1 of the format.
 template <int CODING>
-DEVICE void push_lane_row(Lanes& lanes, Mapped q, u32 entry, bool escapes, bool chunked) {
-    u32 field = (q.bits & 0x80000000u) | ((q.bits << 8) & 0x7fffffffu);  // sign and mantissa on top
-    lanes.push_part(__funnelshift_rc(field, 0, (u32)(32 - q.width)), q.width, chunked);
-    if (CODING == kPaper) lanes.push(q.width ? (u32)(24 - q.width) / 6 : 0, q.width ? 2 : 0);
-    lanes.push_exponent(q.e, entry, escapes);
+DEVICE void push_lane_row(Lanes& lanes, u32 q, int width, u32 entry, bool escapes, bool chunked) {
+    u32 field = (q & 0x80000000u) | ((q << 8) & 0x7fffffffu);  // sign and mantissa on top
+    lanes.push_part(field, width, chunked);
+    if (CODING == kPaper) lanes.push((u32)(24 - width) / 6 << 30, width ? 2 : 0);
+    lanes.push_exponent(q << 1, entry, escapes);
 }
+
+// What pushing gives besides.
+struct Pushed {
+    u32 escapes;  // whether there were some
+    u32 fields;   // values that are not 0
+};
 
 // Pushes all rows, the last one first. While four rows are coded, the next four are on their way.
 template <int CODING, int FLOOR>
-DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* table, u32 first, Lanes& lanes, u32* escapes) {
-    LaneCounts c;
-    u32 lane = lane_id(), seen = 0;
+DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* table, Lanes& lanes) {
+    u32 lane = lane_id(), seen = 0, zeros = 0;
     int grouped = n & ~127;
     for (int row = (n + 31) / 32 * 32 - 32; row >= grouped; row -= 32) {
         u32 i = (u32)row + lane, entry = 0;
@@ -161,13 +164,11 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         if (i < (u32)n) {
             q = map_row<CODING>(s, load_row(s, i));
             entry = table[q.e];
-            count_value(c, q, entry, first);
         }
         __syncwarp();
-        bool now = any((entry & kEscapes) != 0);
-        seen |= entry & kEscapes;
-        q.bits = quiet(q.bits);
-        push_lane_row<CODING>(lanes, q, entry, now, any(q.width > 8));
+        seen |= entry;
+        zeros += (entry & kZero) != 0;
+        push_lane_row<CODING>(lanes, quiet(q.bits), q.width, entry, true, true);
         lanes.write_beyond(kLaneRoom - 384);
     }
     Source<Float32, FLOOR> ahead = s;  // its pointers move on
@@ -177,37 +178,47 @@ DEVICE LaneCounts push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u
         for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
 #pragma unroll 1
     for (int row = grouped - 128; row >= 0; row -= 128) {
-        LaneRow now[4];
-        for (int k = 0; k < 4; k++) now[k] = next[k];
+        u32 q[4], entry[4];
+        int width[4];
+        for (int k = 0; k < 4; k++) {
+            int f = make_floor(s, next[k].in);
+            u32 e;
+            if (CODING == kNear) {
+                q[k] = round_near(next[k].v, f);
+                e = (q[k] >> 23) & 255;
+                width[k] = near_width(e, f);
+            } else {
+                Mapped mapped = map_paper(next[k].v, f);
+                q[k] = mapped.bits, e = mapped.e, width[k] = mapped.width;
+            }
+            entry[k] = table[e];
+        }
         if (row > 0) {
             ahead.move(-128);
             for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
         }
-        Mapped q[4];
-        u32 entry[4];
-        for (int k = 0; k < 4; k++) {
-            q[k] = map_row<CODING>(s, now[k]);
-            entry[k] = table[q[k].e];
-            count_value(c, q[k], entry[k], first);
-        }
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
-        bool escaped = any((flags & (kEscapes | kSpecial)) != 0);
-        if (escaped) {
-            seen |= flags & kEscapes;
-            if (any((flags & kSpecial) != 0))
-                for (int k = 0; k < 4; k++) q[k].bits = quiet(q[k].bits);
+        bool unusual = any((flags & kUnusual) != 0);
+        if (unusual) {
+            seen |= flags;
+            for (int k = 0; k < 4; k++) {
+                if (entry[k] & kZero) {
+                    width[k] = 0;
+                    zeros++;
+                }
+                if (entry[k] & kSpecial) q[k] = quiet(q[k]);
+            }
+            __syncwarp();
         }
-        int widest = max_int(max_int(q[0].width, q[1].width), max_int(q[2].width, q[3].width));
+        int widest = max_int(max_int(width[0], width[1]), max_int(width[2], width[3]));
         bool chunked = any(widest > 8);
         for (int k = 3; k >= 0; k--) {
-            push_lane_row<CODING>(lanes, q[k], entry[k], escaped, chunked);
+            push_lane_row<CODING>(lanes, q[k], width[k], entry[k], unusual, chunked);
             if (k % 2 == 0) lanes.write_beyond(kLaneRoom - 384);  // a row emits up to 6 bytes per lane
         }
     }
     lanes.write_rest();
-    *escapes = any(seen);
-    add_up(c, (u32)n);
-    return c;
+    return {any((seen & kEscapes) != 0), (u32)n - sum(zeros)};
 }
 
 struct LaneForm {
@@ -221,37 +232,25 @@ DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n
     u32 e[8], nonzero;
     u32 base = sample_block<Float32, CODING, FLOOR, false>(a, s, n, e, &nonzero);
     make_block_table(codes, base, table);
-    u32 first = __shfl_sync(kAll, e[0], 0), same = first << 23, distances = 0;
-    LaneCounts c;
-    // Where most values are zero, look before coding: the lanes may not be wanted.
-    if (CODING == kNear && 4 * nonzero < (u32)min_int(n, 256)) {
-        c = measure_near(s, n, table, same);
+    u32 first = __shfl_sync(kAll, e[0], 0);
+    bool differs = false;
+    for (int k = 0; k < 8; k++) differs |= e[k] != first && e[k] < 256;
+    // Where most values are zero or all are alike, look before coding: the lanes may not be wanted, or no symbols.
+    bool single = false, looked = 2 * nonzero < (u32)min_int(n, 256) || !any(differs);
+    if (looked) {
+        LaneCounts c = measure_lanes<CODING>(s, n, table, first);
         if (c.fields == 0) return {kSparse, 0};
-        if (u32 words = sparse_words(s, (u32)n, c, &distances)) {
-            write_sparse(s, n, c, distances, words, (u32*)slot);
+        if (u32 words = try_sparse<CODING>(s, n, c, (u32*)slot)) return {kSparse, words};
+        single = c.single;
+        if (single) clear_block_table(table);
+    }
+    Lanes lanes(room, slot + 68);
+    Pushed pushed = push_lane_rows<CODING>(s, n, table, lanes);
+    if (!looked && 2 * pushed.fields <= (u32)n)
+        if (u32 words = try_sparse<CODING>(s, n, measure_lanes<CODING>(s, n, table, first), (u32*)slot))
             return {kSparse, words};
-        }
-    }
-    u32 escapes = 0, fields = 0;
-    bool single = false;
-    for (;;) {
-        Lanes lanes(room, slot + 68);
-        c = push_lane_rows<CODING>(s, n, table, same, lanes, &escapes);
-        if (single) c.fields = fields;  // the table that counts zeros has been cleared
-        if (c.fields == 0) return {kSparse, 0};
-        if (single || c.differs) {
-            if (CODING == kNear)
-                if (u32 words = sparse_words(s, (u32)n, c, &distances)) {
-                    write_sparse(s, n, c, distances, words, (u32*)slot);
-                    return {kSparse, words};
-                }
-            u32 words = finish_dense(slot, {0, 0, 1, escapes, single, single ? first : base, c.fields}, lanes);
-            return words < (u32)n ? LaneForm{kDense, words} : LaneForm{kRaw, (u32)n};
-        }
-        single = true;  // known only now: once more, without symbols
-        fields = c.fields;
-        clear_block_table(table);
-    }
+    u32 words = finish_dense(slot, {0, 0, 1, pushed.escapes, single, single ? first : base, pushed.fields}, lanes);
+    return words < (u32)n ? LaneForm{kDense, words} : LaneForm{kRaw, (u32)n};
 }
 
 // Brings a coded block to where it belongs.

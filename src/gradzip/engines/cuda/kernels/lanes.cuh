@@ -1,21 +1,23 @@
 // The lanes of an encoder: stacks of bits, one per thread, that share a stream of refill bytes; and a block's code table.
 
-// An entry of a block's code table, by exponent: code, length << 8, flags, cost << 16, zero << 28.
-// Shifts take the low 5 bits of what they are given, so that `entry >> 8` serves as a length.
-constexpr u32 kEscapes = 1u << 13, kSpecial = 1u << 14, kZero = 1u << 28;
+// An entry of a block's code table, by exponent: length, flags, code in the uppermost bits. Shifts take the low 5 bits of
+// what they are given, so that an entry serves as a length; and a funnel shift brings the code into a state from above.
+// Lengths and two of the flags have room for sums over 32 entries.
+constexpr u32 kZero = 1u << 9, kEscapes = 1u << 15, kSpecial = 1u << 16;
+constexpr u32 kUnusual = kZero | kEscapes | kSpecial;
 
-// Sums of `entry >> 16` over up to 128 values.
-DEVICE u32 cost_of(u32 total) { return total & 4095; }
-DEVICE u32 zeros_of(u32 total) { return total >> 12; }
+// Of a sum of up to 32 entries, taken modulo 2^16: bits of codes and raw exponents, and how many were 0.
+DEVICE u32 cost_of(u32 total) { return (total & 511) + 8 * (total >> 15); }
+DEVICE u32 zeros_of(u32 total) { return (total >> 9) & 63; }
+
+DEVICE u32 flags_of(u32 e) { return (e == 255 ? kSpecial : 0) | (e == 0 ? kZero : 0); }
 
 DEVICE void make_block_table(const u32* codes, u32 base, u32* table) {
     __syncwarp();
     for (u32 e = lane_id(); e < 256; e += 32) {
         u32 entry = codes[symbol_of(e, base)];
-        bool escaped = entry == 0;
-        if (escaped) entry = codes[256];
-        u32 cost = (entry >> 8) + (escaped ? 8 : 0);
-        table[e] = entry | (escaped ? kEscapes : 0) | (e == 255 ? kSpecial : 0) | (e == 0 ? kZero : 0) | cost << 16;
+        if (entry == 0) entry = codes[256] | kEscapes;
+        table[e] = entry | flags_of(e);
     }
     __syncwarp();
 }
@@ -23,7 +25,7 @@ DEVICE void make_block_table(const u32* codes, u32 base, u32* table) {
 // In a block of one exponent nothing is pushed for it.
 DEVICE void clear_block_table(u32* table) {
     __syncwarp();
-    for (u32 e = lane_id(); e < 256; e += 32) table[e] = e == 255 ? kSpecial : 0;
+    for (u32 e = lane_id(); e < 256; e += 32) table[e] = flags_of(e);
     __syncwarp();
 }
 
@@ -45,6 +47,7 @@ struct Lanes {
     u32 base, at;     // where the room begins and where the next byte goes, as addresses of shared memory
     u32 written = 0;  // bytes that have left the room
     u32 lower = lower_lanes();
+    u32 bound = uniform(65536);  // what states stay below; by shuffle, so that it is kept in a register
 
     __device__ __forceinline__ Lanes(u8* shared, u8* to) : room(shared), refill(to) {
 #if defined(__CUDA_ARCH__)
@@ -55,54 +58,58 @@ struct Lanes {
         __syncwarp();
     }
 
-    // `bits` has at most `count` mod 32 <= 8 bits.
-    __device__ __forceinline__ void push(u32 bits, u32 count) {
+    // Pushes the uppermost `count` mod 32 <= 8 bits of `top`.
+    __device__ __forceinline__ void push(u32 top, u32 count) {
 #if defined(__CUDA_ARCH__)
         // As C++ this takes half as many instructions again.
         asm volatile(
-            "{ .reg .pred full; .reg .b32 grown, votes, place;\n"
-            "shf.l.wrap.b32 grown, 0, %0, %3;\n"
-            "setp.gt.u32 full, grown, 65535;\n"
+            "{ .reg .pred full; .reg .b32 limit, votes, place;\n"
+            "shf.r.wrap.b32 limit, %5, 0, %3;\n"
+            "setp.ge.u32 full, %0, limit;\n"
             "vote.sync.ballot.b32 votes, full, 0xffffffff;\n"
             "and.b32 place, votes, %4;\n"
             "popc.b32 place, place;\n"
             "add.u32 place, place, %1;\n"
             "@full st.shared.u8 [place], %0;\n"
-            "@full shr.u32 grown, %0, 8;\n"
-            "@full shf.l.wrap.b32 grown, 0, grown, %3;\n"
-            "or.b32 %0, grown, %2;\n"
+            "@full shr.u32 %0, %0, 8;\n"
+            "shf.l.wrap.b32 %0, %2, %0, %3;\n"
             "popc.b32 votes, votes;\n"
             "add.u32 %1, %1, votes; }"
             : "+r"(state), "+r"(at)
-            : "r"(bits), "r"(count), "r"(lower));
+            : "r"(top), "r"(count), "r"(lower), "r"(bound));
 #else
-        count &= 31;
-        bool full = (state << count) >= 65536u;
+        bool full = state >= bound >> (count & 31);
         u32 votes = __ballot_sync(kAll, full);
         if (full) {
             room[at + (u32)__popc(votes & lower)] = (u8)state;
             state >>= 8;
         }
         at += (u32)__popc(votes);
-        state = (state << count) | bits;
+        state = __funnelshift_l(top, state, count);
 #endif
     }
 
-    // Symbols, and before them exponents that the code has no symbol for. `escapes`: whether there may be some; equal in
-    // all lanes.
-    __device__ __forceinline__ void push_exponent(u32 e, u32 entry, bool escapes) {
-        if (escapes && any((entry & kEscapes) != 0)) push(entry & kEscapes ? e : 0, entry & kEscapes ? 8 : 0);
-        push(entry & 255, entry >> 8);
+    // Symbols, and before them exponents (in the uppermost 8 bits of `raw`) that the code has no symbol for. `escapes`:
+    // whether there may be some; equal in all lanes.
+    __device__ __forceinline__ void push_exponent(u32 raw, u32 entry, bool escapes) {
+        if (escapes && any((entry & kEscapes) != 0)) push(raw, entry & kEscapes ? 8 : 0);
+        push(entry, entry);
     }
 
-    // Lane parts of up to 24 bits, the highest chunk first. `chunked`: whether some may have more than one; equal in all
-    // lanes.
-    __device__ __forceinline__ void push_part(u32 bits, int width, bool chunked) {
+    // Lane parts of up to 24 bits, given from bit 31 down, the highest chunk first. `chunked`: whether some may have more
+    // than one; equal in all lanes.
+    __device__ __forceinline__ void push_part(u32 top, int width, bool chunked) {
         if (chunked) {
-            if (any(width > 16)) push(__byte_perm(bits, 0, 0x4442), (u32)max_int(width - 16, 0));
-            push(__byte_perm(bits, 0, 0x4441), (u32)max_int(0, min_int(width - 8, 8)));
+            if (any(width > 16)) {
+                u32 count = (u32)max_int(width - 16, 0);
+                push(top, count);
+                top <<= count;
+            }
+            u32 count = (u32)max_int(0, min_int(width - 8, 8));
+            push(top, count);
+            top <<= count;
         }
-        push(bits & 255, (u32)min_int(width, 8));
+        push(top, (u32)min_int(width, 8));
     }
 
     __device__ __forceinline__ u32 emitted() const { return written + (at - base); }

@@ -187,6 +187,8 @@ DEVICE bool complete(TableRoom& room) {
 
 // A code and its length, the code's first bit lowest.
 DEVICE u32 reversed(u32 code, u32 length) { return length ? __brev(code) >> (32 - length) : 0; }
+// The same as the encoder wants it: the code in the uppermost bits.
+DEVICE u32 entry_of(u32 code, u32 length) { return length ? reversed(code, length) << (32 - length) | length : 0; }
 
 // This thread's symbol's canonical code, and the escape's, not reversed.
 DEVICE void canonical(TableRoom& room, u32* code, u32* escape_code) {
@@ -233,8 +235,8 @@ DEVICE void plan_segment(const Args& a) {
     canonical(room, &code, &escape_code);
     u32* codes = pointer<u32>(a.codes) + number * kCodeStride;
     u32 length = room.length[s], escape = room.length[256];
-    codes[s] = length ? reversed(code, length) | length << 8 : 0;
-    if (s == 0) codes[256] = reversed(escape_code, escape) | escape << 8;
+    codes[s] = length ? entry_of(code, length) : 0;
+    if (s == 0) codes[256] = entry_of(escape_code, escape);
     u8* body = pointer<u8>(t.body);
     if (!a.book && s < 128) body[8 + segment * 128 + s] = (u8)(room.length[2 * s] | room.length[2 * s + 1] << 4);
     if (segment == 0 && s == 0) {

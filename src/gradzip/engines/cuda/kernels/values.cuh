@@ -54,14 +54,20 @@ struct Mapped {
 
 DEVICE u32 quiet(u32 v) { return (v << 1) > 0xff000000u ? (v & 0x80000000u) | 0x7fc00000u : v; }
 
-// NaN stays what it is: who writes it makes it quiet. kExact makes `grid` negative, so that no value is below it.
+// Rounds to the grid of a floor, ties to even. NaN stays what it is, and so do values with exponent 0 where the floor is
+// kExact: who writes them sees to it. kExact makes `grid` negative, so that no value is below it.
+DEVICE u32 round_near(u32 v, int f) {
+    u32 grid = (u32)(f + 150) << 23;  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
+    float step = __uint_as_float(grid | (v & 0x80000000u));
+    u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(__uint_as_float(v), step), step));
+    return __uint_as_float(v & 0x7fffffffu) < __uint_as_float(grid) ? rounded : v;
+}
+
+DEVICE int near_width(u32 e, int f) { return min_int((int)e - 126 - f, 24); }
+
 DEVICE Mapped map_near(u32 v, int f) {
-    int grid = (f + 150) * (1 << 23);  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
-    float magnitude = __uint_as_float(v & 0x7fffffffu), step = __uint_as_float((u32)grid);
-    u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(magnitude, step), step)) | (v & 0x80000000u);
-    u32 q = (int)(v & 0x7fffffffu) < grid ? rounded : v;
-    u32 e = (q >> 23) & 255;
-    return {e ? q : 0, e, e ? min_int((int)e - 126 - f, 24) : 0};
+    u32 q = round_near(v, f), e = (q >> 23) & 255;
+    return {e ? q : 0, e, e ? near_width(e, f) : 0};
 }
 
 DEVICE int paper_level(int e, int reach) {
