@@ -91,6 +91,35 @@ BlockOut encode_block(const BlockIn& given, uint8_t* out, Scratch& scratch) {
     return {kRaw, raw};
 }
 
+// --- What becomes of values ---
+
+inline const void* rounded_values(const BlockIn& in, Scratch& scratch) {
+    if (in.job.dtype != GZ_FLOAT32 || in.job.mode == GZ_LOSSLESS) return in.values;
+    if (in.coding != kFixed) make_floors(in.floors, 0, in.n, scratch.floor);
+    map_values(in.values, in.n, in.job, scratch.floor, scratch.mapped);
+    return scratch.mapped;
+}
+
+void round_block(const BlockIn& in, const Target& target, Scratch& scratch) {
+    deliver(rounded_values(in, scratch), in.n, in.job.dtype, target);
+}
+
+inline void subtract_floats(const void* GZ_RESTRICT from, const void* GZ_RESTRICT what, int n, void* GZ_RESTRICT to) {
+    for (int i = 0; i < n; i++) put_value(to, i, value_at<float>(from, i) - value_at<float>(what, i));
+}
+
+void lost_of_block(const BlockIn& in, float scale, float* out, Scratch& scratch) {
+    subtract_floats(in.values, rounded_values(in, scratch), in.n, out);
+    int exponent;
+    if (scale == 1) return;
+    if (std::frexp(scale, &exponent) == 0.5f && exponent > -100 && exponent < 100) {  // as exact as a division, and faster
+        const float factor = 1 / scale;
+        for (int i = 0; i < in.n; i++) out[i] *= factor;
+    } else {
+        for (int i = 0; i < in.n; i++) out[i] /= scale;
+    }
+}
+
 // --- Decoding ---
 
 struct DenseHead {

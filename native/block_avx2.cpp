@@ -14,7 +14,8 @@ namespace avx2 {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block, avx2::floors};
+    static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block,
+                                 avx2::floors, avx2::round_block, avx2::lost_of_block};
     return &kernels;
 }
 

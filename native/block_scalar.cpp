@@ -16,7 +16,8 @@ using plain::encode_lanes;
 }  // namespace
 
 const Kernels* scalar_kernels() {
-    static const Kernels kernels{"scalar", scalar::encode_block, scalar::decode_group, scalar::sample_block, scalar::floors};
+    static const Kernels kernels{"scalar", scalar::encode_block, scalar::decode_group, scalar::sample_block,
+                                 scalar::floors, scalar::round_block, scalar::lost_of_block};
     return &kernels;
 }
 

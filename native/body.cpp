@@ -1,13 +1,8 @@
 // The GComp body: head, tables, index and blocks; threads; and the choice of instruction set.
-#include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
+#include "body.h"
 
-#include "layout.h"
+#include <atomic>
+#include <string>
 
 namespace gz {
 namespace {
@@ -36,68 +31,10 @@ std::atomic<const Kernels*>& chosen() {
     return kernels;
 }
 
-// --- Layout ---
-
-uint64_t blocks_of(uint64_t n) { return (n + kBlock - 1) / kBlock; }
-uint64_t segments_of(uint64_t n) { return (n + kSegment - 1) / kSegment; }
-uint64_t index_offset(uint64_t n, bool book) { return kBodyHead + (book ? 0 : segments_of(n) * kTableBytes); }
-uint64_t blocks_offset(uint64_t n, bool book) { return index_offset(n, book) + (2 * blocks_of(n) + 3) / 4 * 4; }
-
-Coding coding_of(const gz_job& job) {
-    if (job.dtype != GZ_FLOAT32) return kFixed;
-    return job.mode == GZ_NEAR ? kNear : job.mode == GZ_PAPER ? kPaper : kFixed;
-}
-
-bool valid(const gz_job& job, uint64_t n, const gz_floor* floor) {
-    bool needs_floor = coding_of(job) != kFixed && n > 0;
-    return job.dtype >= 0 && job.dtype <= GZ_FLOAT16 && job.mode >= 0 && job.mode <= GZ_PAPER && job.keep >= 0 &&
-           job.keep <= 23 && job.limit >= 1 && job.limit <= 8 && job.shift >= 0 && job.shift <= 127 &&
-           (!needs_floor || (floor && (floor->given || floor->theta)));
-}
-
-Scratch* scratch() {  // room for a group of blocks per thread
-    static thread_local std::unique_ptr<Scratch[]> room(new Scratch[kGroup]());
-    return room.get();
-}
-
-// One block's view of the input.
-struct Source {
-    const gz_job& job;
-    const void* x;
-    uint64_t n;
-    const gz_floor* floor;
-    const Kernels* kernels;
-
-    const uint8_t* values_at(uint64_t start) const {
-        return static_cast<const uint8_t*>(x) + start * uint64_t(float_layout(job.dtype).item_bytes);
-    }
-    BlockIn block(uint64_t number, const CodeTable* table) const {
-        uint64_t start = number * kBlock;
-        int count = int(std::min<uint64_t>(kBlock, n - start));
-        return {values_at(start), count, job, coding_of(job), {floor, start, job.shift}, table, {}, nullptr, nullptr};
-    }
-    // The streams from which whole blocks come; none if there are no such blocks.
-    void streams(uint64_t number, int count, const uint8_t* stream[3]) const {
-        const uint64_t start = number * kBlock;
-        if (start + uint64_t(count) * kBlock > n) return;
-        stream[0] = values_at(start);
-        if (coding_of(job) == kFixed || floor->given) return;
-        stream[1] = reinterpret_cast<const uint8_t*>(floor->theta + start);
-        if (floor->second) stream[2] = reinterpret_cast<const uint8_t*>(floor->second + start);
-    }
-    void sample_segment(uint64_t segment, int64_t counts[256], Sample samples[kSegmentBlocks]) const {
-        uint32_t parts[4][256] = {};
-        uint64_t first = segment * kSegmentBlocks, last = std::min(blocks_of(n), first + kSegmentBlocks);
-        for (uint64_t number = first; number < last; number++)
-            samples[number - first] = kernels->sample_block(block(number, nullptr), parts, scratch()[0]);
-        for (int k = 0; k < 256; k++) counts[k] = int64_t(parts[0][k]) + parts[1][k] + parts[2][k] + parts[3][k];
-    }
-};
-
 // Encodes blocks [first, last) and returns the bytes written at `out`, which has `room` bytes.
 // Blocks are coded in place where there is room for the worst case, else through a buffer.
 uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, const uint8_t* lengths, uint8_t* tables,
-                       uint8_t* index, uint8_t* out, uint64_t room) {
+                       uint8_t* index, uint8_t* out, uint64_t room, Lost lost) {
     Scratch& s = scratch()[0];
     alignas(64) CodeTable table;
     Sample samples[kSegmentBlocks];
@@ -130,6 +67,7 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
         if (!in_place) std::memcpy(out + at, target, size_t(result.bytes));
         store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
         at += uint64_t(result.bytes);
+        if (lost.to) source.kernels->lost(in, lost.scale, lost.to + number * kBlock, s);
     }
     return at;
 }
@@ -141,78 +79,41 @@ void write_head(const gz_job& job, uint8_t* out) {
     store32(out + 4, job.book);
 }
 
-// Cuts blocks into parts of whole segments, one per thread; small inputs stay in one part.
-std::vector<uint64_t> parts(uint64_t n, int threads) {
-    uint64_t segments = segments_of(n), count = std::max<uint64_t>(1, std::min<uint64_t>(uint64_t(std::max(threads, 1)), segments / 2));
-    std::vector<uint64_t> bounds;
-    for (uint64_t i = 0; i <= count; i++) bounds.push_back(std::min(segments * i / count * kSegmentBlocks, blocks_of(n)));
-    return bounds;
-}
+}  // namespace
 
-template <typename Work>
-void run_parts(size_t count, Work work) {
-    std::vector<std::thread> threads;
-    for (size_t i = 1; i < count; i++) threads.emplace_back(work, i);
-    work(0);
-    for (std::thread& t : threads) t.join();
-}
+const Kernels* kernels() { return chosen().load(); }
 
-// --- Reading ---
-
-struct Body {
-    const uint8_t* data;
-    uint64_t size, n;
-    Coding coding;
-    bool book;
-    std::vector<CodeTable> tables;  // one per segment
-    std::vector<uint64_t> offset;   // one per block, and the end
-
-    int read(const uint8_t* book_lengths) {
-        if (size < kBodyHead) return GZ_TRUNCATED_HEAD;
-        bool has_book = load32(data + 4) != 0;
-        if (data[0] > kPaper || data[1] > 1 || data[2] || data[3] || has_book != bool(data[1])) return GZ_BAD_HEAD;
-        coding = Coding(data[0]);
-        book = has_book;
-        if (book && n && !book_lengths) return GZ_NO_BOOK;
-        if (size < blocks_offset(n, book)) return GZ_TRUNCATED_HEAD;
-        tables.resize(segments_of(n));
-        for (uint64_t i = 0; i < tables.size(); i++) {
-            uint8_t lengths[256];
-            const uint8_t* packed = data + kBodyHead + i * kTableBytes;
-            for (int s = 0; s < 256 && !book; s++) lengths[s] = packed[s / 2] >> (s % 2 * 4) & 15;
-            if (!build_table(book ? book_lengths + 256 * i : lengths, &tables[i])) return GZ_BAD_TABLE;
+int64_t encode_body(const gz_job& job, const void* x, uint64_t n, const gz_floor* floor, const uint8_t* lengths, uint8_t* out,
+                    uint64_t capacity, int threads, Lost lost) {
+    if (!valid(job, n, floor) || (job.book && n && !lengths)) return GZ_BAD_ARGUMENT;
+    if (capacity < gz_bound(n, job.dtype)) return GZ_NO_ROOM;
+    if (lengths)
+        for (uint64_t i = 0; i < segments_of(n); i++) {
+            CodeTable table;
+            if (!build_table(lengths + 256 * i, &table)) return GZ_BAD_TABLE;
         }
-        const uint8_t* index = data + index_offset(n, book);
-        uint64_t at = blocks_offset(n, book), count = blocks_of(n);
-        for (const uint8_t* pad = index + 2 * count; pad < data + at; pad++)
-            if (*pad) return GZ_BAD_INDEX;
-        offset.resize(count + 1);
-        for (uint64_t i = 0; i < count; i++) {
-            offset[i] = at;
-            at += 4 * uint64_t(load16(index + 2 * i) & 0x3fff);
-            if (at > size) return GZ_TRUNCATED_BLOCK;
-        }
-        offset[count] = at;
-        return at == size ? 0 : GZ_TRAILING;
+    write_head(job, out);
+    uint8_t* tables = job.book ? nullptr : out + kBodyHead;
+    uint8_t* index = out + index_offset(n, job.book);
+    uint64_t start = blocks_offset(n, job.book), count = blocks_of(n);
+    std::memset(index + 2 * count, 0, size_t(start - index_offset(n, job.book) - 2 * count));
+
+    Source source{job, x, n, floor, kernels()};
+    std::vector<uint64_t> bounds = parts(n, threads);
+    const uint64_t raw_block = uint64_t(kBlock) * uint64_t(float_layout(job.dtype).item_bytes);
+    std::vector<uint64_t> size(bounds.size() - 1);
+    run_parts(size.size(), [&](size_t i) {
+        uint64_t from = start + bounds[i] * raw_block;
+        uint64_t room = (i + 1 < size.size() ? start + bounds[i + 1] * raw_block : capacity) - from;
+        size[i] = encode_blocks(source, bounds[i], bounds[i + 1], lengths, tables, index, out + from, room, lost);
+    });
+    uint64_t at = start + size[0];
+    for (size_t i = 1; i < size.size(); i++) {
+        std::memmove(out + at, out + start + bounds[i] * raw_block, size[i]);
+        at += size[i];
     }
-    int kind(uint64_t number) const { return int(load16(data + index_offset(n, book) + 2 * number) >> 14); }
-
-    // Blocks near the end of the body are moved to `room`, where vector loads may run over their end.
-    int block(uint64_t number, BlockData* b, uint8_t* room) const {
-        int kind = int(load16(data + index_offset(n, book) + 2 * number) >> 14);
-        if (kind > kSparse) return GZ_BAD_KIND;
-        uint64_t bytes = offset[number + 1] - offset[number];
-        int count = int(std::min<uint64_t>(kBlock, n - number * kBlock));
-        *b = {data + offset[number], int(bytes), Kind(kind), count, &tables[number / kSegmentBlocks], {}};
-        if (offset[number + 1] + 64 > size) {
-            if (bytes > kMaxDense - 64) return GZ_BAD_DENSE;
-            std::memcpy(room, b->data, bytes);
-            std::memset(room + bytes, 0, 64);
-            b->data = room;
-        }
-        return 0;
-    }
-};
+    return int64_t(at);
+}
 
 int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, const gz_floor* floor, int shift, bool add,
                   bool stream, uint8_t* out, const Kernels* kernels) {
@@ -243,9 +144,6 @@ int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, co
     return 0;
 }
 
-constexpr uint64_t kStreamBytes = 4 << 20;  // larger outputs do not fit the cache anyway
-
-}  // namespace
 }  // namespace gz
 
 using namespace gz;
@@ -258,34 +156,7 @@ uint64_t gz_bound(uint64_t n, int32_t dtype) {
 
 int64_t gz_encode(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, const uint8_t* lengths, uint8_t* out,
                   uint64_t capacity, int32_t threads) {
-    if (!valid(*job, n, floor) || (job->book && n && !lengths)) return GZ_BAD_ARGUMENT;
-    if (capacity < gz_bound(n, job->dtype)) return GZ_NO_ROOM;
-    if (lengths)
-        for (uint64_t i = 0; i < segments_of(n); i++) {
-            CodeTable table;
-            if (!build_table(lengths + 256 * i, &table)) return GZ_BAD_TABLE;
-        }
-    write_head(*job, out);
-    uint8_t* tables = job->book ? nullptr : out + kBodyHead;
-    uint8_t* index = out + index_offset(n, job->book);
-    uint64_t start = blocks_offset(n, job->book), count = blocks_of(n);
-    std::memset(index + 2 * count, 0, size_t(start - index_offset(n, job->book) - 2 * count));
-
-    Source source{*job, x, n, floor, chosen().load()};
-    std::vector<uint64_t> bounds = parts(n, threads);
-    const uint64_t raw_block = uint64_t(kBlock) * uint64_t(float_layout(job->dtype).item_bytes);
-    std::vector<uint64_t> size(bounds.size() - 1);
-    run_parts(size.size(), [&](size_t i) {
-        uint64_t from = start + bounds[i] * raw_block;
-        uint64_t room = (i + 1 < size.size() ? start + bounds[i + 1] * raw_block : capacity) - from;
-        size[i] = encode_blocks(source, bounds[i], bounds[i + 1], lengths, tables, index, out + from, room);
-    });
-    uint64_t at = start + size[0];
-    for (size_t i = 1; i < size.size(); i++) {
-        std::memmove(out + at, out + start + bounds[i] * raw_block, size[i]);
-        at += size[i];
-    }
-    return int64_t(at);
+    return encode_body(*job, x, n, floor, lengths, out, capacity, threads, {});
 }
 
 int64_t gz_decode(const uint8_t* data, uint64_t size, int32_t dtype, uint64_t n, const gz_floor* floor, int32_t shift,
@@ -296,12 +167,12 @@ int64_t gz_decode(const uint8_t* data, uint64_t size, int32_t dtype, uint64_t n,
     if (dtype != GZ_FLOAT32 && body.coding != kFixed) return GZ_BAD_HEAD;
     if (body.coding == kNear && n && !(floor && (floor->given || floor->theta))) return GZ_BAD_ARGUMENT;
     bool stream = !add && n * uint64_t(float_layout(dtype).item_bytes) >= kStreamBytes;
-    const Kernels* kernels = chosen().load();
+    const Kernels* use = kernels();
     std::vector<uint64_t> bounds = parts(n, threads);
     std::vector<int> error(bounds.size() - 1);
     run_parts(error.size(), [&](size_t i) {
         error[i] = decode_blocks(body, bounds[i], bounds[i + 1], dtype, floor, shift, add != 0, stream,
-                                 static_cast<uint8_t*>(out), kernels);
+                                 static_cast<uint8_t*>(out), use);
     });
     for (int e : error)
         if (e) return e;
@@ -335,7 +206,7 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
     uint64_t at = blocks_offset(n, job->book), count = blocks_of(n);
     std::memset(index + 2 * count, 0, size_t(at - index_offset(n, job->book) - 2 * count));
     Scratch* s = scratch();
-    const Kernels* kernels = chosen().load();
+    const Kernels* use = kernels();
     for (uint64_t number = 0; number < count; number++) {
         uint64_t start = number * kBlock;
         int here = int(std::min<uint64_t>(kBlock, n - start));
@@ -344,11 +215,11 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         Target target{s[0].sum, true, false};
         if (int error = body.block(number, &block, s[0].frame)) return error;
         block.floors = {floor, start, in_shift};
-        if (int error = kernels->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, {}, s)) return error;
+        if (int error = use->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, {}, s)) return error;
         BlockIn in{s[0].sum, here, *job, coding_of(*job), {floor, start, job->shift}, &tables[number / kSegmentBlocks], {}, nullptr, nullptr};
         bool in_place = capacity - at >= kMaxDense;
         uint8_t* to = in_place ? out + at : s[1].frame;
-        BlockOut result = kernels->encode_block(in, to, s[0]);
+        BlockOut result = use->encode_block(in, to, s[0]);
         if (!in_place) std::memcpy(out + at, to, size_t(result.bytes));
         store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
         at += uint64_t(result.bytes);
@@ -358,16 +229,16 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
 
 int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floor* floor, int64_t* counts) {
     if (!valid(*job, n, floor)) return GZ_BAD_ARGUMENT;
-    Source source{*job, x, n, floor, chosen().load()};
+    Source source{*job, x, n, floor, kernels()};
     Sample samples[kSegmentBlocks];
     for (uint64_t i = 0; i < segments_of(n); i++) source.sample_segment(i, counts + 256 * i, samples);
     return 0;
 }
 
 void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out) {
-    const Kernels* kernels = chosen().load();
+    const Kernels* use = kernels();
     for (uint64_t start = 0; start < n; start += kBlock)
-        kernels->floors(*floor, start, int(std::min<uint64_t>(kBlock, n - start)), 0, out + start);
+        use->floors(*floor, start, int(std::min<uint64_t>(kBlock, n - start)), 0, out + start);
 }
 
 uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word) {

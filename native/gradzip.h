@@ -41,7 +41,8 @@ enum gz_error {
     GZ_BAD_SPARSE = -12,       // a sparse block contradicts itself
     GZ_NO_ROOM = -13,          // the output buffer is smaller than gz_bound
     GZ_BAD_ARGUMENT = -14,     // a mode that the dtype does not have, a missing floor, an impossible limit
-    GZ_NO_BOOK = -15           // the frame uses a shared book and none was given
+    GZ_NO_BOOK = -15,          // the frame uses a shared book and none was given
+    GZ_BAD_FRAMES = -16        // a table of sizes or a frame header that does not fit the values expected
 };
 
 // How to code: the mode and its numbers.
@@ -75,6 +76,37 @@ GZ_API int64_t gz_encode(const gz_job* job, const void* x, uint64_t n, const gz_
 // shared book, else NULL. Returns 0.
 GZ_API int64_t gz_decode(const uint8_t* body, uint64_t size, int32_t dtype, uint64_t n, const gz_floor* floor,
                          int32_t shift, const uint8_t* book, int32_t add, void* out, int32_t threads);
+
+// Values that have a frame of their own (docs/format.md, "Frame") among others. Several frames lie one behind the other
+// as an exchange sends them: a table of their sizes, 8 bytes each, then the frames, each padded with zeros to 8 bytes.
+typedef struct {
+    void* values;
+    uint64_t n;
+    gz_floor floor;          // all NULL: there is none
+    const uint8_t* lengths;  // 256 per segment; NULL: sampled, or in the frame
+    void* lost;              // encoders: where what is lost goes, n float32 divided by `scale`; NULL: nowhere
+} gz_piece;
+
+// Writes frames without checksums for all pieces; `codec` is their codec id. Values with `lost` are float32. Returns the
+// bytes written: at the most, for each piece, 32 and gz_bound rounded up to 8.
+GZ_API int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint64_t count, int32_t codec, float scale,
+                                uint8_t* out, uint64_t capacity, int32_t threads);
+
+// Only notes what encoding would lose.
+GZ_API int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float scale);
+
+// One part of a sum: frames; or, where `data` is NULL, values as they would be decoded from frames made by `job`.
+typedef struct {
+    const uint8_t* data;
+    uint64_t size;
+    const void* const* values;  // those of each piece
+} gz_part;
+
+// The sum of parts, in their order, into all pieces (adding to what is there if add is non-zero), block by block without
+// leaving the cache. job: dtype, shift, book and codec are those of all frames, the rest is for parts without frames.
+// Returns 0, or an error and in *failed the number of the part that caused it.
+GZ_API int64_t gz_sum_frames(const gz_job* job, const gz_part* parts, uint64_t part_count, const gz_piece* pieces,
+                             uint64_t count, int32_t codec, int32_t add, int32_t threads, uint64_t* failed);
 
 // One hop of a ring, block by block without leaving the cache: encodes local + decoded body. The result is coded
 // with `job` and `lengths` (NULL: the tables of the incoming body). FLOAT32 only. in_shift belongs to the incoming body.

@@ -2,6 +2,7 @@
 #ifndef GRADZIP_LAYOUT_H
 #define GRADZIP_LAYOUT_H
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -160,6 +161,10 @@ struct Kernels {
     // Adds the sampled symbols of a block to the sum of four histograms, where there are any.
     Sample (*sample_block)(const BlockIn& in, uint32_t (*counts)[256], Scratch& scratch);
     void (*floors)(const gz_floor& rule, uint64_t start, int n, int shift, int8_t* out);
+    // What decoding an encoded block gives, without coding it.
+    void (*round)(const BlockIn& in, const Target& target, Scratch& scratch);
+    // What coding a block of float32 loses, divided by `scale`.
+    void (*lost)(const BlockIn& in, float scale, float* out, Scratch& scratch);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();

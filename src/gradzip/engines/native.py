@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -52,6 +54,10 @@ class _Floor(ctypes.Structure):
     ]
 
 
+_PIECE = struct.Struct("<5Q3i4x2Q")  # gz_piece
+_PART = struct.Struct("<3Q")  # gz_part
+
+
 def _load() -> ctypes.CDLL:
     """GRADZIP_LIBRARY names a library built by hand; otherwise it is the one installed with the package."""
     path = os.environ.get("GRADZIP_LIBRARY")
@@ -73,6 +79,9 @@ def _load() -> ctypes.CDLL:
             i64,
             [pointer, u64, i32, pointer, pointer, pointer, u64, pointer, pointer, pointer, u64],
         ),
+        "gz_encode_frames": (i64, [pointer, pointer, u64, i32, ctypes.c_float, pointer, u64, i32]),
+        "gz_lost": (i64, [pointer, pointer, u64, ctypes.c_float]),
+        "gz_sum_frames": (i64, [pointer, pointer, u64, pointer, u64, i32, i32, i32, pointer]),
         "gz_histogram": (i64, [pointer, pointer, u64, pointer, pointer]),
         "gz_code_lengths": (i64, [pointer, u64, i32, pointer]),
         "gz_floors": (None, [pointer, u64, pointer]),
@@ -185,6 +194,99 @@ def decode_add_encode(
     if size < 0:
         _checked_decode(size)
     return _checked_encode(size)
+
+
+# --- Several tensors in one call, each with a frame of its own; see gz_encode_frames for how they lie in memory ---
+
+Floors = Sequence[torch.Tensor | Floor | None]
+
+
+class DamagedFrames(Exception):
+    """A part of a sum that cannot be decoded; `part` is its number."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__(f"part {part} cannot be decoded")
+        self.part = part
+
+
+def encode_frames(
+    xs: Sequence[torch.Tensor],
+    job: Job,
+    codec: int,
+    out: torch.Tensor,
+    floors: Floors,
+    lengths: torch.Tensor | None = None,
+    lost: Sequence[torch.Tensor] | None = None,
+    scale: float = 1.0,
+) -> int:
+    """Writes a frame for each flat tensor, all of one type; returns the bytes written.
+
+    `codec` is the frames' codec id, `lengths` the code lengths of all segments of all tensors. What is lost of each
+    tensor, divided by `scale`, goes to `lost`.
+    """
+    pieces = _pieces(xs, floors, lengths, lost)
+    size = _library.gz_encode_frames(
+        ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), codec, scale, out.data_ptr(), out.numel(), _threads
+    )
+    return _checked_encode(size)
+
+
+def note_lost(
+    xs: Sequence[torch.Tensor], job: Job, floors: Floors, lost: Sequence[torch.Tensor], scale: float = 1.0
+) -> None:
+    """What encoding these float32 tensors would lose, divided by `scale`, into `lost`."""
+    pieces = _pieces(xs, floors, None, lost)
+    _checked_encode(_library.gz_lost(ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), scale))
+
+
+def sum_frames(
+    parts: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+    job: Job,
+    codec: int,
+    outs: Sequence[torch.Tensor],
+    floors: Floors,
+    add: bool,
+    book: torch.Tensor | None = None,
+) -> None:
+    """The sum of all parts, in their order, into flat tensors of one type, or added to what is there.
+
+    A part is what encode_frames wrote, or a tensor for each of `outs` that counts as if it had been coded and decoded.
+    DamagedFrames if one cannot be decoded; the outs hold anything then.
+    """
+    pieces = _pieces(outs, floors, book, None)
+    packed, kept = bytearray(), list[object]()
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            packed += _PART.pack(part.data_ptr(), part.numel(), 0)
+        else:
+            addresses = struct.pack(f"<{len(part)}Q", *(x.data_ptr() for x in part))
+            kept.append(addresses)
+            packed += _PART.pack(0, 0, ctypes.cast(addresses, ctypes.c_void_p).value or 0)
+    failed = ctypes.c_uint64()
+    code = _library.gz_sum_frames(
+        ctypes.byref(_job(outs[0].dtype, job)), bytes(packed), len(parts), pieces, len(outs), codec, add, _threads,
+        ctypes.byref(failed),
+    )  # fmt: skip
+    if code < 0:
+        raise DamagedFrames(failed.value)
+
+
+def _pieces(
+    tensors: Sequence[torch.Tensor], floors: Floors, lengths: torch.Tensor | None, lost: Sequence[torch.Tensor] | None
+) -> bytes:
+    packed, table = bytearray(), 0 if lengths is None else lengths.data_ptr()
+    for number, (x, floor) in enumerate(zip(tensors, floors)):
+        grid = (0, 0, 0, 0, 0, 0)
+        if isinstance(floor, Floor):
+            second = 0 if floor.second is None else floor.second.data_ptr()
+            grid = (0, floor.theta.data_ptr(), second, floor.c0, floor.c1, floor.c2)
+        elif floor is not None:
+            grid = (floor.data_ptr(), 0, 0, 0, 0, 0)
+        to = 0 if lost is None else lost[number].data_ptr()
+        packed += _PIECE.pack(x.data_ptr(), x.numel(), *grid, table, to)
+        if table:
+            table += 256 * segments_of(x.numel())
+    return bytes(packed)
 
 
 def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = None) -> torch.Tensor:
