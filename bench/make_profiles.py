@@ -90,10 +90,10 @@ def codecs() -> dict[str, CodecCost]:
                 seconds = size / float(cpu[text][f"{kind}_gbps"]) / 1e9
                 curves[kind]["cpu"] = Curve(((size, seconds),))
         codec = parse(text)
-        found[str(codec)] = CodecCost(codec, float(rows[-1]["ratio"]), curves["encode"], curves["decode"], batched=True)
+        found[str(codec)] = CodecCost(codec, float(rows[-1]["ratio"]), curves["encode"], curves["decode"])
     copy = _points(gpu["gcomp"], "copy")
     cast = parse("cast:to=bf16")
-    found[str(cast)] = CodecCost(cast, 2.0, {"gpu": Curve(tuple(copy))}, {"gpu": Curve(tuple(copy))}, batched=True)
+    found[str(cast)] = CodecCost(cast, 2.0, {"gpu": Curve(tuple(copy))}, {"gpu": Curve(tuple(copy))})
     return found
 
 

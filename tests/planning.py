@@ -16,7 +16,7 @@ def line(latency_s: float, s_per_byte: float) -> Curve:
 
 
 def codec(text: str, ratio: float, *, grows: bool = False) -> CodecCost:
-    curves = {"cpu": line(1e-5, 1e-9 / 8)}
+    curves = {"cpu": Curve(line(0.0, 1e-9 / 8).points, 1e-5)}
     return CodecCost(parse(text), ratio, curves, curves, grows=grows)
 
 

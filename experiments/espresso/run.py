@@ -81,7 +81,7 @@ def profile_of(workload: Workload) -> Profile:
     gpu = Curve(tuple((s, latency_s + s / rate) for s in (64 << 10, MIB, 64 * MIB)))
     cpu = Curve(tuple((s, 20e-6 + s / CPU_BYTES_PER_S) for s in (64 << 10, MIB, 64 * MIB)))
     curves = {"gpu": gpu, "cpu": cpu}
-    cost = CodecCost(parse(text), ratio, curves, curves, batched=True)
+    cost = CodecCost(parse(text), ratio, curves, curves)
     scale = workload.compute_s / (shipped.forward_s + shipped.backward_s + shipped.optimizer_s)
     return replace(
         shipped,

@@ -30,14 +30,14 @@ def random_profile(rng: np.random.Generator, units: int, devices: tuple[str, ...
             collectives.append(Collective(kind, group, peers, Curve(points)))
     speed = {"gpu": 10 ** rng.uniform(10, 11.5), "cpu": 10 ** rng.uniform(9, 10.3)}
     late = {"gpu": rng.uniform(20e-6, 200e-6), "cpu": rng.uniform(5e-6, 50e-6)}
-    curves = {d: Curve(tuple((s, late[d] + s / speed[d]) for s in (1e5, 1e8))) for d in devices}
+    together = rng.random() < 0.5  # one call for all frames, or one for each
+    curves = {d: _curve(late[d], speed[d], together) for d in devices}
     codec = parse("topk") if rng.random() < 0.3 else parse("gcomp:keep=7")
     cost = CodecCost(
         codec,
         float(rng.choice([1.3, 3.0, 20.0])),
         curves,
         curves,
-        batched=bool(rng.random() < 0.5),
         grows=codec.name == "topk",
     )
     copies = Curve(((1e5, 1e-5 + 1e5 / 12e9), (1e8, 1e-5 + 1e8 / 12e9)))
@@ -55,6 +55,11 @@ def random_profile(rng: np.random.Generator, units: int, devices: tuple[str, ...
         links={"inter": Link(inter), "intra": Link(intra)},
         copies={"host_to_device": copies, "device_to_host": copies} if "gpu" in devices else {},
     )
+
+
+def _curve(latency_s: float, rate: float, together: bool) -> Curve:
+    points = tuple((s, latency_s * together + s / rate) for s in (1e5, 1e8))
+    return Curve(points, 0.0 if together else latency_s)
 
 
 def random_problem(

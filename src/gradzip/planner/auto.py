@@ -29,6 +29,7 @@ from .measure.coding import measure_codecs, measure_copies
 from .measure.record import Recorder
 from .measure.wire import measure_network, own_group
 from .network import Topology
+from .profile import Profile
 from .units import DDP_BUCKET
 
 HARMLESS = ("gcomp", "gcomp:mode=lossless")
@@ -91,6 +92,7 @@ class Pilot:
     ) -> None:
         self.handle, self.model, self.optimizer, self.auto = handle, model, optimizer, auto
         self.plan: Plan | None = None  # once there is one
+        self.profile: Profile | None = None  # that it was made from; on rank 0
         self.plain_s: float | None = None  # measured
         self.planned_s: float | None = None
         self.reverted = False
@@ -166,7 +168,7 @@ class Pilot:
     def _planned(self) -> dict[str, Any]:
         """On rank 0: the plan, whether it pays, and that in words."""
         assert self.plain_s is not None
-        profile = self._recorder.profile(**self._benchmarks)
+        profile = self.profile = self._recorder.profile(**self._benchmarks)
         topology = Topology.of(profile)
         limits = Limits(codecs=tuple(str(c.codec) for c in profile.codecs.values()))
         found = answer(Request(profile, topology, limits, profile.bucket_bytes or DDP_BUCKET))

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..routes import Route, Step
+from ..routes import NAMED, Route, Step
 from .network import Network
 from .profile import CodecCost, Curve, Line
 from .timeline import CPU, D2H, GPU, H2D
 
 Amount = npt.NDArray[np.float64]  # a factor for each feature
 
-# 1; tensors, each of which is coded by a call of its own; raw bytes; payload bytes of one rank's gradient, and of the
+# 1; tensors, each of which makes frames of its own; raw bytes; payload bytes of one rank's gradient, and of the
 # sum over a host, over all hosts and over all ranks. Payloads of sums are larger only for codecs that forward the union
 # of what ranks chose.
 FEATURES = ("one", "tensors", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
 HEADER_BYTES = 32.0  # of a frame
+DEALT = Route.parse("rs.flat > ag.flat")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,15 @@ class Pricing:
     free: bool = False
 
     def plain(self, route: Route) -> list[Priced]:
-        return _Walk(self, None).take(route)
+        """Uncompressed. Beside compressed ones the runtime deals out and collects even what is an all-reduce."""
+        runs = DEALT if route == NAMED["allreduce"] and self.network.profile.transport == "host" else route
+        return _Walk(self, None).take(runs)
+
+    def ddp(self, size_bytes: float) -> tuple[float, float]:
+        """DDP's own all-reduce of a bucket: seconds that it holds the links, and until it is there after that."""
+        cost = self.network.cost("ar", "flat")
+        busy = cost.cpu_s_per_byte / self.network.cores
+        return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.cores)
 
     def coded(self, route: Route, codec: CodecCost) -> list[Priced]:
         return _Walk(self, codec).take(route)
@@ -135,11 +144,12 @@ class _Walk:
         assert self.codec is not None
         self.move(device)
         curve = (self.codec.encode if kind == "enc" else self.codec.decode)[device]
-        calls = 1.0 if self.codec.batched else self.frames * (self.contributions if kind == "dec" else 1.0)
-        raw = share * (self.contributions if kind == "dec" else 1.0)
+        times = self.contributions if kind == "dec" else 1.0
         if not self.pricing.free:
-            each = {"one" if self.codec.batched else "tensors": curve.line.latency_s * calls}
-            seconds = amount(raw=curve.line.s_per_byte * raw, **each)
+            line, each = curve.line, curve.frame_s * self.frames * times
+            seconds = amount(one=line.latency_s, tensors=each, raw=line.s_per_byte * share * times)
+            if device == "cpu":
+                seconds /= self.pricing.network.cores
             source = f"{kind} {self.codec.codec}@{device}"
             self.add(f"{kind}.{device}", GPU if device == "gpu" else CPU, seconds, source)
         if kind == "enc":
@@ -181,13 +191,18 @@ class _Walk:
         """
         if self.coded or self.place != self.home:
             self.move("cpu" if self.profile.transport == "host" else self.home)
-        cost = self.pricing.network.cost(kind, group, self.active if group == "inter" else 1)
-        latency = cost.latency_s + (self.profile.size_exchange_s if self.coded else 0.0)
-        if self.profile.transport == "host":  # other exchanges use the link while this one's messages are under way
-            self.add(f"{kind}.{group}", cost.resources, cost.s_per_byte * held, cost.source)
-            self.add("latency", 0, amount(one=latency), cost.source)
-        else:
-            self.add(f"{kind}.{group}", cost.resources, amount(one=latency) + cost.s_per_byte * held, cost.source)
+        network = self.pricing.network
+        cost = network.cost(kind, group, self.active if group == "inter" else 1)
+        if self.profile.transport != "host":
+            seconds = amount(one=cost.latency_s) + cost.s_per_byte * held
+            self.add(f"{kind}.{group}", cost.resources, seconds, cost.source)
+            return
+        # While messages are under way others use the link, and what they take of the processor coding cannot have.
+        if cost.cpu_s or cost.cpu_s_per_byte:
+            seconds = (amount(one=cost.cpu_s) + cost.cpu_s_per_byte * held) / network.cores
+            self.add("sockets", CPU, seconds, f"cpu {cost.source}")
+        self.add(f"{kind}.{group}", cost.resources, cost.s_per_byte * held, cost.source)
+        self.add("latency", 0, amount(one=max(0.0, cost.latency_s - cost.cpu_s / network.cores)), cost.source)
 
 
 def amount(**factors: float) -> Amount:

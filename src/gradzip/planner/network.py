@@ -5,6 +5,9 @@ slope into the time on the wire, which follows from the link's rate, and the res
 one rate: work of the hosts, which stays on a faster link, or use of the link that is no better on a slower one. So the
 larger of both is taken. Put together again for other groups and rates it predicts what was not measured.
 
+What a collective takes of the processors was measured as well. It is the same at every rate, and where ranks share
+cores it is what limits them on a fast link.
+
 Wire bytes are those of the busiest direction of a link, for each byte that a rank puts in. A network card serves all
 ranks of its host.
 """
@@ -16,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..errors import PlanError
-from .profile import Collective, Link, Profile
+from .profile import Collective, Line, Link, Profile
 from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT
 
 BITS = 8
@@ -66,6 +69,8 @@ class Cost:
     latency_s: float
     s_per_byte: float
     source: str  # what was measured for it
+    cpu_s: float = 0.0  # of a core, and for each byte
+    cpu_s_per_byte: float = 0.0
 
 
 @dataclass
@@ -83,6 +88,8 @@ class Network:
             if needed and link not in self._here:
                 where = "between hosts" if link == "inter" else "inside a host"
                 raise PlanError(f"the profile knows no link {where}: give its rate with --{link}, for example 100gbit")
+        if self.cores < 1:
+            self._assume(f"a rank has {self.cores:.2g} of a processor core, as where it was measured")
         self._cache: dict[tuple[str, str, int], Cost] = {}
 
     def cost(self, kind: str, group: str, active: int = 1) -> Cost:
@@ -102,14 +109,23 @@ class Network:
         host_s_per_wire_byte = max(0.0, line.s_per_byte - wire_there) / bytes_there
         slower = max(1.0, line.s_per_byte / wire_there)
         wire_here = _wire_s(kind, group, topology, self._here, transport, active)
-        round_s = line.latency_s / _rounds(kind, measured.peers, transport)
         peers = topology.size(group)
+        more_rounds = _rounds(kind, peers, transport) / _rounds(kind, measured.peers, transport)
+        more_bytes = wire_factor(kind, peers, transport) / bytes_there
+        cpu = Line(0.0, 0.0) if measured.cpu is None else measured.cpu.line
         return Cost(
             _resources(kind, group, topology, transport),
-            round_s * _rounds(kind, peers, transport),
+            line.latency_s * more_rounds,
             max(wire_here * slower, wire_here + host_s_per_wire_byte * wire_factor(kind, peers, transport)),
             f"{measured.kind}.{measured.group}",
+            cpu.latency_s * more_rounds,
+            cpu.s_per_byte * more_bytes,
         )
+
+    @property
+    def cores(self) -> float:
+        """The part of a core that a rank has for one thread, when all ranks of its machine are at work."""
+        return min(1.0, self.profile.cores_per_rank or 1.0)
 
     def _find(self, kind: str, group: str) -> Collective:
         """The measurement that stands for a collective; what is not the same is noted."""

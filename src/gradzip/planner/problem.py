@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from ..codecs.baseline import Cast
 from ..collectives.coder import cuttable
-from ..collectives.layout import PART
+from ..collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks
 from ..errors import PlanError
 from ..option import Option
 from .choices import Choice, Limits, choices, twin
@@ -20,21 +22,26 @@ from .profile import CodecCost
 from .timeline import Task, Timeline, simulate
 from .units import Unit
 
+CUTTINGS = ("cut", "grouped", "whole")
+
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk of a unit: raw bytes, coded ones and tensors; then the same of what it carries if nothing is cut."""
+    """A chunk of a unit. For each of CUTTINGS: raw bytes, coded ones by codec, and tensors; zeros where there are fewer
+    chunks.
+    """
 
     unit: int
     backward_s: float
-    size: tuple[float, ...]
+    sizes: tuple[tuple[float, ...], ...]
 
 
-def _cut(choice: Choice) -> bool:
-    """Whether the runtime sends it in chunks: what each value goes through alone, except sums that torch makes."""
-    if choice.option.route in ("allreduce", "factors"):
-        return False
-    return choice.codec is None or cuttable(choice.codec.codec)
+def _cutting(choice: Choice) -> str:
+    """How the runtime sends it: in chunks, in chunks of whole tensors, or all that there is of it at once."""
+    codec = None if choice.codec is None else choice.codec.codec
+    if choice.option.route == "factors" or (choice.option.route == "allreduce" and not isinstance(codec, Cast | None)):
+        return "whole"
+    return "cut" if codec is None or cuttable(codec) else "grouped"
 
 
 class Problem:
@@ -49,7 +56,7 @@ class Problem:
         self.limits = limits or Limits()
         devices = network.profile.devices
         self.device = devices[-1] if devices else "cpu"
-        pricing = Pricing(network, free)
+        self._pricing = pricing = Pricing(network, free)
         self.choices = choices(pricing, self.limits, self.device)
         self.primary = len(self.choices)  # choices before this one code on `device`
         if len(devices) > 1 and not free:
@@ -73,20 +80,21 @@ class Problem:
                 factors[i, j] = task.seconds
         codecs = list({id(c.codec): c.codec for c in self.choices}.values())
         parts = self._parts(codecs)
-        kinds: dict[tuple[float, ...], int] = {}
+        kinds: dict[tuple[tuple[float, ...], ...], int] = {}
         for part in parts:
-            kinds.setdefault(part.size, len(kinds))
-        whole = np.array([not _cut(c) for c in self.choices])
+            kinds.setdefault(part.sizes, len(kinds))
+        cuttings = np.array([CUTTINGS.index(_cutting(c)) for c in self.choices])
         seconds = np.zeros((len(kinds), len(self.choices), stride))
         for column, codec in enumerate(codecs, 1):
-            for cut in (False, True):
-                own = np.flatnonzero([c.codec is codec for c in self.choices] & (whole != cut))
-                amounts = np.array([self._amounts(size, column, codec, cut) for size in kinds])
-                seconds[:, own] = np.einsum("kf,otf->kot", amounts, factors[own])
+            for cutting in range(len(CUTTINGS)):
+                own = np.flatnonzero([c.codec is codec for c in self.choices] & (cuttings == cutting))
+                if len(own):
+                    amounts = np.array([self._amounts(sizes[cutting], column, codec) for sizes in kinds])
+                    seconds[:, own] = np.einsum("kf,otf->kot", amounts, factors[own])
         return Tables(
             np.array([part.backward_s for part in parts]),
             np.array([part.unit for part in parts], np.int32),
-            np.array([kinds[part.size] for part in parts], np.int32),
+            np.array([kinds[part.sizes] for part in parts], np.int32),
             counts,
             resources,
             np.ascontiguousarray(seconds),
@@ -95,24 +103,36 @@ class Problem:
     def _parts(self, codecs: Sequence[CodecCost | None]) -> list[_Part]:
         """Units as the chunks that the runtime makes of them, which go through a route one after the other."""
         profile, parts, clock = self.network.profile, list[_Part](), 0.0
-        chunk_bytes = PART * self.network.topology.world * 4 if profile.transport == "host" else math.inf
         for number, unit in enumerate(self.units):
-            count = max(1, round(unit.raw_bytes / chunk_bytes))
-            whole = (float(unit.raw_bytes), *(unit.payload_bytes(c) if c else 0.0 for c in codecs), len(unit.tensors))
-            chunk = (*(size / count for size in whole[:-1]), max(1.0, len(unit.tensors) / count))
+            cuttings = [[self._size(unit, chunk, codecs) for chunk in found] for found in self._chunks(unit)]
             # What backward does after the last gradient is computed with the last unit.
             ready = max(unit.ready_s, profile.backward_s) if number + 1 == len(self.units) else unit.ready_s
             if ready < clock:
                 raise PlanError("units must come in the order in which they are ready")
-            parts.append(_Part(number, ready - clock, (*chunk, *whole)))
-            parts += [_Part(number, 0.0, (*chunk, *[0.0] * len(whole)))] * (count - 1)
-            clock = ready
+            nothing = (0.0,) * len(cuttings[0][0])
+            for sizes in itertools.zip_longest(*cuttings, fillvalue=nothing):
+                parts.append(_Part(number, ready - clock, sizes))
+                clock = ready
         return parts
 
-    def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None, cut: bool) -> Amount:
-        """Features of a chunk for choices that go by chunks; of the whole unit, once, for those that do not."""
-        half = len(size) // 2
-        raw, *payloads, tensors = size[:half] if cut else size[half:]
+    def _chunks(self, unit: Unit) -> list[list[Layout]]:
+        """For each of CUTTINGS. Where NCCL carries gradients nothing is cut."""
+        numels = [tensor.numel for tensor in unit.tensors]
+        whole: list[Layout] = [tuple(Piece(i, 0, n) for i, n in enumerate(numels))]
+        if self.network.profile.transport != "host":
+            return [whole] * len(CUTTINGS)
+        part = PART_ON_GPU if self.device == "gpu" else PART
+        return [*(chunks(numels, self.network.topology.world, cut, part) for cut in (True, False)), whole]
+
+    def _size(self, unit: Unit, chunk: Layout, codecs: Sequence[CodecCost | None]) -> tuple[float, ...]:
+        tensors = [unit.tensors[piece.tensor] for piece in chunk]
+        raw = [piece.numel * t.item_bytes for piece, t in zip(chunk, tensors)]
+        payloads = [sum(r / c.ratio_of(t.name) for r, t in zip(raw, tensors)) if c else 0.0 for c in codecs]
+        return (float(sum(raw)), *payloads, float(len(chunk)))
+
+    def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None) -> Amount:
+        """Features of a chunk, none where there is no chunk."""
+        raw, *payloads, tensors = size
         if not raw:
             return np.zeros(len(FEATURES))
         return features(raw, payloads[column - 1], codec, self.network, tensors)
@@ -121,6 +141,15 @@ class Problem:
     def outside_s(self) -> float:
         """What a step does beside backward and exchange."""
         return self.network.profile.forward_s + self.network.profile.optimizer_s
+
+    @cached_property
+    def plain_s(self) -> float:
+        """A step in which nothing is compressed: DDP's own all-reduces, one after the other."""
+        clock, latency_s = 0.0, 0.0
+        for unit in self.units:
+            busy_s, latency_s = self._pricing.ddp(unit.raw_bytes)
+            clock = max(clock, unit.ready_s) + busy_s
+        return self.outside_s + max(clock + latency_s, self.network.profile.backward_s)
 
     def uniform(self, option: Option | int) -> Plan:
         number = option if isinstance(option, int) else self.number[option]
@@ -157,6 +186,7 @@ class Problem:
     def _residuals(self) -> dict[str, float]:
         profile = self.network.profile
         found = {f"{c.kind}.{c.group}": c.curve.line.residual for c in profile.collectives}
+        found |= {f"cpu {c.kind}.{c.group}": c.cpu.line.residual for c in profile.collectives if c.cpu}
         found |= {name: curve.line.residual for name, curve in profile.copies.items()}
         for cost in profile.codecs.values():
             for kind, curves in (("enc", cost.encode), ("dec", cost.decode)):

@@ -17,7 +17,7 @@ from ..codecs import Codec, parse
 from ..errors import CodecError, PlanError, nearest
 
 SCHEMA = "gradzip-profile"
-VERSION = 1
+VERSION = 2
 DEVICES = ("cpu", "gpu")
 TRANSPORTS = ("host", "nccl")  # what carries coded data: sockets from host memory, or NCCL from GPU memory
 GROUPS = ("intra", "inter", "flat")
@@ -59,9 +59,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured (bytes, seconds) pairs, and the line through them."""
+    """Measured (bytes, seconds) pairs, and the line through them; of coding, every frame takes `frame_s` besides."""
 
     points: tuple[tuple[float, float], ...]
+    frame_s: float = 0.0
     line: Line = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,20 +81,26 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
     def size_bytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
+        return self.numel * self.item_bytes
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What a codec costs by the bytes of raw gradient, on each device where it was measured, and what it saves."""
+    """What a codec costs by the bytes of raw gradient, on each device where it was measured, and what it saves.
+
+    Seconds on the CPU are those of a core: how long they last depends on the cores that a rank has.
+    """
 
     codec: Codec
     ratio: float  # raw bytes / payload bytes, over all gradients
     encode: Mapping[str, Curve]
     decode: Mapping[str, Curve]
     ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors, by name
-    batched: bool = False  # one call codes many frames: its latency counts once
     grows: bool = False  # the payload of a sum is the union of its addends', as with sparse codecs
 
     def ratio_of(self, name: str) -> float:
@@ -102,12 +109,16 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as it was measured alone: seconds by the bytes that each rank puts in."""
+    """A collective as it was measured alone: seconds by the bytes that each rank puts in.
+
+    `cpu` is what it takes of a rank's cores meanwhile, which coding then has to do without.
+    """
 
     kind: str
     group: str
     peers: int
     curve: Curve
+    cpu: Curve | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,8 @@ class Profile:
     links: Mapping[str, Link]
     copies: Mapping[str, Curve] = field(default_factory=dict)  # host_to_device, device_to_host
     step_s: float | None = None  # a whole step, as it was run
-    size_exchange_s: float = 0.0  # the small message before each compressed exchange
+    exposed_s: float | None = None  # of the exchange that was measured, what backward did not hide
+    cores_per_rank: float | None = None  # where several ranks share a machine, less than it has; None: enough
     bucket_bytes: int | None = None  # DDP's bucket_cap_mb in that run
     steps: int = 0  # how many were measured
     origin: Mapping[str, str] = field(default_factory=dict)  # what was measured and what was computed, in words
@@ -176,21 +188,28 @@ class Profile:
             "backward_s": self.backward_s,
             "optimizer_s": self.optimizer_s,
             "step_s": self.step_s,
-            "size_exchange_s": self.size_exchange_s,
+            "exposed_s": self.exposed_s,
+            "cores_per_rank": self.cores_per_rank,
             "bucket_bytes": self.bucket_bytes,
             "links": {
                 name: {"bits_per_s": link.bits_per_s, "nominal_bits_per_s": link.nominal_bits_per_s}
                 for name, link in self.links.items()
             },
             "collectives": [
-                {"kind": c.kind, "group": c.group, "peers": c.peers, **_curve_json(c.curve)} for c in self.collectives
+                {
+                    "kind": c.kind,
+                    "group": c.group,
+                    "peers": c.peers,
+                    **_curve_json(c.curve),
+                    "cpu": None if c.cpu is None else _curve_json(c.cpu),
+                }
+                for c in self.collectives
             ],
             "copies": {name: _curve_json(curve) for name, curve in self.copies.items()},
             "codecs": {
                 text: {
                     "ratio": cost.ratio,
                     "ratios": dict(cost.ratios),
-                    "batched": cost.batched,
                     "grows": cost.grows,
                     "encode": {device: _curve_json(curve) for device, curve in cost.encode.items()},
                     "decode": {device: _curve_json(curve) for device, curve in cost.decode.items()},
@@ -230,13 +249,16 @@ class Profile:
             transport=top.choice("transport", TRANSPORTS),
             codecs=codecs,
             collectives=tuple(
-                Collective(r.choice("kind", KINDS), r.choice("group", GROUPS), r.count("peers", 2), r.curve())
+                Collective(
+                    r.choice("kind", KINDS), r.choice("group", GROUPS), r.count("peers", 2), r.curve(), r.part("cpu")
+                )
                 for r in top.items("collectives")
             ),
             links={name: _link(r) for name, r in top.entries("links", ("intra", "inter"))},
             copies={n: r.curve() for n, r in top.entries("copies", ("host_to_device", "device_to_host"))},
             step_s=top.optional("step_s"),
-            size_exchange_s=top.number("size_exchange_s"),
+            exposed_s=None if top.data.get("exposed_s") is None else top.number("exposed_s"),
+            cores_per_rank=top.optional("cores_per_rank"),
             bucket_bytes=None if top.data.get("bucket_bytes") is None else top.count("bucket_bytes"),
             steps=top.count("steps", 0),
             origin={key: str(value) for key, value in top.mapping("origin").items()},
@@ -259,7 +281,7 @@ def _text(value: object, depth: int = 0) -> str:
 def _curve_json(curve: Curve) -> dict[str, Any]:
     line = curve.line
     fit = {"latency_s": line.latency_s, "s_per_byte": line.s_per_byte, "relative_residual": line.residual}
-    return {"points": [{"bytes": x, "seconds": t} for x, t in curve.points], "fit": fit}
+    return {"points": [{"bytes": x, "seconds": t} for x, t in curve.points], "frame_s": curve.frame_s, "fit": fit}
 
 
 def _tensor(r: _Reader) -> Tensor:
@@ -288,7 +310,7 @@ def _codec(text: str, r: _Reader, names: set[str]) -> CodecCost:
     decode = {d: c.curve() for d, c in r.entries("decode", DEVICES)}
     if set(encode) != set(decode) or not encode:
         raise PlanError(f"{r.where}: encode and decode must be there for the same devices, at least for one")
-    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("batched", bool), r.get("grows", bool))
+    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("grows", bool))
 
 
 class _Reader:
@@ -364,4 +386,7 @@ class _Reader:
         points = [(r.number("bytes"), r.number("seconds")) for r in self.items("points")]
         if not points:
             raise PlanError(f"{self.where}: points is empty: nothing was measured")
-        return Curve(tuple(points))
+        return Curve(tuple(points), self.number("frame_s"))
+
+    def part(self, key: str) -> Curve | None:
+        return None if self.data.get(key) is None else _Reader(self.data[key], f"{self.where}.{key}").curve()

@@ -1,11 +1,17 @@
-"""What codecs cost and save on real gradients: the real codecs, at the sizes of chunks, on all ranks at once."""
+"""What codecs cost and save on real gradients: messages that go through the runtime's own jobs, on all ranks at once.
+
+Other ranks are played by a mirror, which sends what this one sends. So everything counts that the runtime does around a
+codec's calls (buffers, sums, error feedback, the look for NaN), and nothing of the wire. On the CPU it is counted in
+seconds of a core, which other work on the machine does not change.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,15 +21,20 @@ from ... import sensitivity
 from ...codecs import Codec, Context, parse
 from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
-from ...collectives import flatten
+from ...collectives import Topology, flatten, message
+from ...collectives.buffers import Buffers
+from ...collectives.coder import cuttable
+from ...collectives.executor import AllReduce, Exchange, Parts
+from ...collectives.layout import PART
 from ...engines.layout import Floor
 from ...errors import GradzipError
-from ...feedback import clean_name
+from ...feedback import Memory, clean_name
+from ...routes import NAMED
 from ..profile import CodecCost, Curve
 
-SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes
+SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
+MANY, SMALL = 16, 1 << 10  # tensors of a chunk that has many, and the values of each that a rank gets
 ROUNDS = 3
-LEAST_SECONDS = 0.01  # that a measurement lasts
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
 Gradient = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, gradient
@@ -37,31 +48,31 @@ def measure_codecs(
 ) -> dict[str, CodecCost]:
     """Costs by the codecs' text forms; one that cannot code these gradients is left out, and said."""
     gradients = [(clean_name(n), p, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    world = dist.get_world_size(model.process_group)
     costs = {}
     for text in texts:
         codec = parse(text)
         dist.barrier(model.process_group)  # all ranks code at the same time, as they will
         try:
-            costs[str(codec)] = _cost(codec, gradients, optimizer)
+            costs[str(codec)] = _cost(codec, gradients, optimizer, world)
         except GradzipError as error:
             say(f"{codec} is left out: {error}")
     return costs
 
 
-def _cost(codec: Codec, gradients: Sequence[Gradient], optimizer: torch.optim.Optimizer) -> CodecCost:
+def _cost(codec: Codec, gradients: Sequence[Gradient], optimizer: torch.optim.Optimizer, world: int) -> CodecCost:
     own = {g.device.type for _, _, g in gradients}
     with torch.no_grad():
         if codec.rounds > 1:
-            return _low_rank(codec, gradients)
+            return _low_rank(codec, gradients, world)
         floors = _floors(codec, optimizer)
         ratios = _ratios(codec, gradients, floors)
-        devices = ("cpu", "gpu") if own == {"cuda"} else ("cpu",)
         encode, decode = {}, {}
         name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
-        for device in devices:
+        for device in ("cpu", "gpu") if own == {"cuda"} else ("cpu",):
             place = torch.device("cpu") if device == "cpu" else gradient.device
             flat, floor = flatten(gradient, parameter).to(place), _moved(floors.get(parameter), place)
-            encode[device], decode[device] = _curves(codec, name, flat, floor)
+            encode[device], decode[device] = _curves(_Stand(codec, device, place, world), name, flat, floor)
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
     return CodecCost(codec, raw / payload, encode, decode, ratios, grows=isinstance(codec, SparseFrame))
@@ -81,8 +92,16 @@ def _moved(floor: Any, place: torch.device) -> Any:
         return floor.to(place)
     if isinstance(floor, Floor) and floor.theta.device != place:
         second = None if floor.second is None else floor.second.to(place)
-        return Floor(floor.theta.to(place), second, floor.c0, floor.c1, floor.c2)
+        return dataclasses.replace(floor, theta=floor.theta.to(place), second=second)
     return floor
+
+
+def _repeated(floor: Any, values: int, times: int) -> Any:
+    """The floors of the first values, so many times."""
+    if isinstance(floor, Floor):
+        second = None if floor.second is None else floor.second[:values].repeat(times)
+        return dataclasses.replace(floor, theta=floor.theta[:values].repeat(times), second=second)
+    return None if floor is None else floor[:values].repeat(times)
 
 
 def _ratios(codec: Codec, gradients: Sequence[Gradient], floors: dict[torch.Tensor, Any]) -> dict[str, float]:
@@ -94,53 +113,128 @@ def _ratios(codec: Codec, gradients: Sequence[Gradient], floors: dict[torch.Tens
     return found
 
 
-def _curves(codec: Codec, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
-    encode, decode = [], []
-    for size in SIZES:
-        count = min(size // flat.element_size(), flat.numel())
-        part, own_floor = flat[:count].contiguous(), None if floor is None else floor[:count]
-        ctx = Context(name, floor=own_floor)
-        room = torch.empty(codec.bound(count, part.dtype), dtype=torch.uint8, device=part.device)
-        frame = codec.encode(part, ctx, room)
-        out = torch.zeros_like(part)
-        codec.decode(frame, ctx, out)
-        bytes_coded = count * flat.element_size()
-        encode.append((float(bytes_coded), _time(lambda: _encode(codec, part, ctx, room), flat.device)))  # noqa: B023
-        decode.append((float(bytes_coded), _time(lambda: codec.decode(frame, ctx, out, True), flat.device)))  # noqa: B023
-        if count == flat.numel():
-            break
-    return Curve(tuple(encode)), Curve(tuple(decode))
+# -- through the runtime -----------------------------------------------------------------------------------------------
 
 
-def _encode(codec: Codec, values: torch.Tensor, ctx: Context, room: torch.Tensor) -> None:
-    """As the runtime does it: with error feedback what was lost before is added, and what is lost now is kept."""
-    if codec.error_memory is None:
-        codec.encode(values, ctx, room)
-        return
-    compensated = values + values
-    frame = codec.encode(compensated, ctx, room)
-    compensated.clone().sub_(codec.decode(frame, ctx))
+class _Mirror:
+    """What a message needs of a channel. Every other rank sends what this one does."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        self.world, self.device, self.rank = world, device, 0
+        self.topology = Topology(0, tuple((rank,) for rank in range(world)))
+        self.groups = self.topology.groups()
+        self.buffers = Buffers(pinned=device.type == "cuda")
+        self.pipeline = self
+        self.sent = 0
+        self.waited = 0.0  # seconds that do not count
+
+    def exchange(self, job: Any, wanted: Exchange | AllReduce) -> Parts:
+        """Copies, as what comes from others does not lie where this rank has just written."""
+        begun = _clock(self.device)
+        if isinstance(wanted, AllReduce):
+            parts: Parts = [wanted.tensor]
+            self.sent += wanted.tensor.numel() * wanted.tensor.itemsize
+        else:
+            own = wanted.send[0]
+            assert own is not None and wanted.most is not None
+            self.sent += own.numel()
+            parts = [_copy(own, size or 0) for size in wanted.most]
+        self.waited += _clock(self.device) - begun
+        return parts
 
 
-def _low_rank(codec: Codec, gradients: Sequence[Gradient]) -> CodecCost:
+def _copy(part: torch.Tensor, size: int) -> torch.Tensor:
+    """So many bytes that begin with these, as messages arrive in buffers that may be longer."""
+    buffer = torch.zeros(size, dtype=torch.uint8, device=part.device)
+    buffer[: part.numel()] = part[:size]
+    return buffer
+
+
+class _Stand:
+    """Sends messages of one codec, coded on one device, to the mirror."""
+
+    def __init__(self, codec: Codec, device: str, place: torch.device, world: int) -> None:
+        self.codec, self.place, self.world = codec, place, world
+        route = message.route_of(codec, None if codec.rounds > 1 else "alltoall" if cuttable(codec) else "allgather")
+        self.route = str(NAMED[route].on(device)) if device == "gpu" and route in NAMED else route
+        self.contributions = 1 if route == "alltoall" else world  # that the last stage decodes
+        self.mirror, self.memory = _Mirror(world, place), Memory(0)
+
+    def stages(self, tensors: Sequence[torch.Tensor], contexts: list[Context]) -> list[float]:
+        """Seconds of each stage: the median of some messages, the second of which has residuals to add."""
+        self.memory = Memory(0)
+        rounds = [self._send([t.clone() for t in tensors], contexts) for _ in range(1 + ROUNDS)][1:]
+        return [statistics.median(stage) for stage in zip(*rounds)]
+
+    def _send(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[float]:
+        whole = message.Message(self.codec, self.route, tensors, contexts, self.memory)
+        times: list[float] = []
+        for job, _ in message.jobs_of(whole, cast(Any, self.mirror)):
+            received: Parts | None = None
+            for stage in range(1000):
+                if stage == len(times):
+                    times.append(0.0)
+                self.mirror.waited, begun = 0.0, _clock(self.place)
+                try:
+                    wanted = job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
+                except StopIteration:
+                    break
+                finally:
+                    times[stage] += _clock(self.place) - begun - self.mirror.waited
+                received = self.mirror.exchange(job, wanted)
+            self.mirror.buffers.give(job.taken)
+        self.memory.commit()
+        return times
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _curves(stand: _Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
+    """Encoding is the first stage of a message, decoding the last one."""
+    world = stand.world
+
+    def stages(values: int, tensors: int) -> tuple[float, float]:
+        """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
+        whole, floors = flat[:values].repeat(world), _repeated(floor, values, world)
+        contexts = [Context(f"{name} {i}", world=world, floor=floors) for i in range(tensors)]
+        first, *_, last = stand.stages([whole] * tensors, contexts)
+        return first, last / stand.contributions
+
+    sizes = sorted({min(size, flat.numel()) for size in SIZES})
+    single = [stages(size, 1) for size in sizes]
+    small = min(SMALL, flat.numel())
+    many = stages(small, MANY)
+    frames = world if stand.contributions == 1 else 1  # of a tensor
+    curves = []
+    for number, times in enumerate(zip(*single)):
+        points = [(float(size * world * flat.element_size()), seconds) for size, seconds in zip(sizes, times)]
+        together = Curve(tuple(points)).line.at(MANY * small * world * flat.element_size())
+        frame_s = max(0.0, many[number] - together) / (frames * (MANY - 1))
+        curves.append(Curve(tuple((size, max(0.0, t - frames * frame_s)) for size, t in points), frame_s))
+    return curves[0], curves[1]
+
+
+def _low_rank(codec: Codec, gradients: Sequence[Gradient], world: int) -> CodecCost:
     """All rounds together, without the averages; a third of it is charged before, between and after them."""
     device = "gpu" if gradients[0][2].is_cuda else "cpu"
-    ratios, points = {}, []
+    stand = _Stand(codec, device, gradients[0][2].device, world)
+    ratios = {}
     for name, _, gradient in gradients:
-        sent = 0
-
-        def count(flat: torch.Tensor) -> None:
-            nonlocal sent
-            sent += flat.numel() * flat.element_size()
-
-        ctx = Context(name)
-        codec.reduce([gradient.clone()], [ctx], count)
-        size = gradient.numel() * gradient.element_size()
-        ratios[name] = size / max(sent, 1)
-        if gradient.dim() > 1 and size >= SIZES[0]:
-            seconds = _time(lambda: codec.reduce([gradient], [ctx], lambda flat: None), gradient.device)  # noqa: B023
-            points.append((float(size), seconds))
-    curve = Curve(tuple(points) or ((1.0, 0.0),))
+        stand.mirror.sent = 0
+        stand._send([gradient.clone()], [Context(name, world=world)])
+        ratios[name] = gradient.numel() * gradient.element_size() / max(stand.mirror.sent / 2 * world, 1)
+    matrices = sorted((g for g in gradients if g[2].dim() > 1), key=lambda g: g[2].numel()) or list(gradients)
+    points = []
+    for chosen in (matrices[:1], matrices[-1:], matrices):
+        size = sum(g.numel() * g.element_size() for _, _, g in chosen)
+        contexts = [Context(name, world=world) for name, _, _ in chosen]
+        points.append((float(size), sum(stand.stages([g for _, _, g in chosen], contexts))))
+    curve = Curve(tuple(points))
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
     return CodecCost(codec, raw / payload, {device: curve}, {device: curve}, ratios)
@@ -154,29 +248,17 @@ def measure_copies(device: torch.device) -> dict[str, Curve]:
     for size in COPY_SIZES:
         here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(size, dtype=torch.uint8, device=device)
-        up.append((float(size), _time(lambda: there.copy_(here, non_blocking=True), device)))  # noqa: B023
-        down.append((float(size), _time(lambda: here.copy_(there, non_blocking=True), device)))  # noqa: B023
+        up.append((float(size), _copied(there, here)))
+        down.append((float(size), _copied(here, there)))
     return {"host_to_device": Curve(tuple(up)), "device_to_host": Curve(tuple(down))}
 
 
-def _time(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call: the median of some rounds, each long enough to be timed."""
-    work()
-    calls, times = 1, list[float]()
-    while len(times) < ROUNDS:
-        _finish(device)
-        begin = time.perf_counter()
-        for _ in range(calls):
-            work()
-        _finish(device)
-        passed = time.perf_counter() - begin
-        if passed < LEAST_SECONDS and calls < 4096:
-            calls *= 2
-            continue
-        times.append(passed / calls)
-    return statistics.median(times)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _copied(to: torch.Tensor, of: torch.Tensor) -> float:
+    times = []
+    for _ in range(1 + ROUNDS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        to.copy_(of, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])

@@ -78,6 +78,8 @@ class Recorder:
             begin = self._marks["backward"]
             self._note("forward", _seconds(self._marks["forward"], begin))
             self._note("optimizer", _seconds(self._marks["optimizer"], end))
+            ready = max(_seconds(begin, mark) for mark in self._ready.values())
+            self._note("exposed", _seconds(begin, self._marks["optimizer"]) - ready)
             for name, mark in self._ready.items():
                 self._note(f"ready {name}", _seconds(begin, mark))
             if self._previous is not None:
@@ -129,6 +131,7 @@ class Recorder:
             ranks_per_host=len(hosts[0]),
             transport="host",
             step_s=statistics.median(step) if step else None,
+            exposed_s=statistics.median(self._times["exposed"]),
             bucket_bytes=int(bucket) if bucket else None,
             steps=self.steps,
             origin={
