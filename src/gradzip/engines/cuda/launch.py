@@ -17,6 +17,7 @@ from . import driver
 
 WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
+LANE_ROOM = 256 * 4 + 2048  # bytes of shared memory of encode_lanes
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_TENSORS = 16  # per launch
 MOST_PREPARED = 512  # launches that are kept for the next time
@@ -194,7 +195,7 @@ def _encode_kernel(
 ) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
-        return _Kernel(name, 1, on.load(name, 32, 0))
+        return _Kernel(name, 1, on.load(name, 32, LANE_ROOM))
     halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM

@@ -128,6 +128,17 @@ struct Float16 {
     static constexpr int kItem = 2, kExponent = 5, kField = 11;
 };
 
+// The bits of `a` where `mask` is set, else those of `b`.
+DEVICE u32 choose(u32 mask, u32 a, u32 b) {
+#if defined(__CUDA_ARCH__)
+    u32 both;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(both) : "r"(mask), "r"(a), "r"(b));
+    return both;
+#else
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
 template <class F>
 DEVICE u32 exponent_of(u32 bits) { return (bits >> (F::kField - 1)) & ((1u << F::kExponent) - 1); }
 

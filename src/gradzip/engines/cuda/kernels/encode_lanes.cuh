@@ -1,7 +1,7 @@
 // The encoder of codings 1 and 2, near and paper: all kept bits go through the lanes, in one pass over the values. Blocks
 // are written to a slot of scratch memory, and copied to where they belong once the lengths of those before are known.
 
-constexpr u32 kLaneRoom = 1024;  // bytes of refill that wait in shared memory
+constexpr u32 kLaneRoom = 2048;  // bytes of refill that wait in shared memory
 
 // What decides whether a block is sparse; over all lanes.
 struct LaneCounts {
@@ -18,6 +18,13 @@ struct LaneRow {
 
 template <int FLOOR>
 DEVICE LaneRow load_row(const Source<Float32, FLOOR>& s, u32 i) { return {__ldcs(s.x + i), load_floor(s, i)}; }
+
+// Four rows, from value i of the first on.
+template <int FLOOR>
+DEVICE void load_rows(Source<Float32, FLOOR> s, int i, LaneRow rows[4]) {
+    s.move(i);
+    for (u32 k = 0; k < 4; k++) rows[k] = load_row(s, 32 * k);
+}
 
 template <int CODING, int FLOOR>
 DEVICE Mapped map_row(const Source<Float32, FLOOR>& s, LaneRow row) { return map_lanes<CODING>(row.v, make_floor(s, row.in)); }
@@ -141,7 +148,7 @@ DEVICE LaneCounts measure_lanes(const Source<Float32, FLOOR>& s, int n, const u3
 // One row: phases 4 to 1 of the format.
 template <int CODING>
 DEVICE void push_lane_row(Lanes& lanes, u32 q, int width, u32 entry, bool escapes, bool chunked) {
-    u32 field = (q & 0x80000000u) | ((q << 8) & 0x7fffffffu);  // sign and mantissa on top
+    u32 field = choose(0x80000000u, q, q << 8);  // sign and mantissa on top
     lanes.push_part(field, width, chunked);
     if (CODING == kPaper) lanes.push((u32)(24 - width) / 6 << 30, width ? 2 : 0);
     lanes.push_exponent(q << 1, entry, escapes);
@@ -169,34 +176,28 @@ DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* 
         seen |= entry;
         zeros += (entry & kZero) != 0;
         push_lane_row<CODING>(lanes, quiet(q.bits), q.width, entry, true, true);
-        lanes.write_beyond(kLaneRoom - 384);
+        lanes.write_beyond(kLaneRoom - 768);
     }
-    Source<Float32, FLOOR> ahead = s;  // its pointers move on
-    ahead.move((long long)grouped - 128 + lane);
     LaneRow next[4];
-    if (grouped)
-        for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
+    if (grouped) load_rows(s, grouped - 128 + (int)lane, next);
 #pragma unroll 1
     for (int row = grouped - 128; row >= 0; row -= 128) {
         u32 q[4], entry[4];
         int width[4];
         for (int k = 0; k < 4; k++) {
             int f = make_floor(s, next[k].in);
-            u32 e;
+            u32 place;  // 4 times the exponent
             if (CODING == kNear) {
                 q[k] = round_near(next[k].v, f);
-                e = (q[k] >> 23) & 255;
-                width[k] = near_width(e, f);
+                place = (q[k] >> 21) & 0x3fc;
+                width[k] = near_width(place >> 2, f);
             } else {
                 Mapped mapped = map_paper(next[k].v, f);
-                q[k] = mapped.bits, e = mapped.e, width[k] = mapped.width;
+                q[k] = mapped.bits, place = 4 * mapped.e, width[k] = mapped.width;
             }
-            entry[k] = table[e];
+            entry[k] = *(const u32*)((const u8*)table + place);
         }
-        if (row > 0) {
-            ahead.move(-128);
-            for (u32 k = 0; k < 4; k++) next[k] = load_row(ahead, 32 * k);
-        }
+        if (row > 0) load_rows(s, row - 128 + (int)lane, next);
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
         bool unusual = any((flags & kUnusual) != 0);
         if (unusual) {
@@ -212,10 +213,12 @@ DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* 
         }
         int widest = max_int(max_int(width[0], width[1]), max_int(width[2], width[3]));
         bool chunked = any(widest > 8);
-        for (int k = 3; k >= 0; k--) {
-            push_lane_row<CODING>(lanes, q[k], width[k], entry[k], unusual, chunked);
-            if (k % 2 == 0) lanes.write_beyond(kLaneRoom - 384);  // a row emits up to 6 bytes per lane
+        if (chunked && !unusual) {
+            for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], false, true);
+        } else {
+            for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], unusual, chunked);
         }
+        lanes.write_beyond(kLaneRoom - 768);  // a row emits up to 6 bytes per lane
     }
     lanes.write_rest();
     return {any((seen & kEscapes) != 0), (u32)n - sum(zeros)};
@@ -266,11 +269,16 @@ DEVICE void deliver(const Args& a, const Turn& turn, const Source<Float32, FLOOR
     __syncwarp();
 }
 
+// Shared memory of a warp; launch.py reserves as much.
+struct LaneRoom {
+    u8 refill[kLaneRoom];
+    u32 table[256];
+};
+
 // A group is one warp. Its barrier tells the compiler that no lane has gone astray, and costs next to nothing.
 template <int CODING, int FLOOR>
 DEVICE void encode_lanes(const Args& a) {
-    __shared__ __align__(16) u8 room[kLaneRoom];
-    __shared__ u32 table[256];
+    LaneRoom& room = ((LaneRoom*)dynamic_shared)[warp_id()];  // number 0; but so its address is kept in a register
     u8* slot = pointer<u8>(a.slots) + (u64)blockIdx.x * kSlotBytes;
     for (;;) {
         __syncthreads();
@@ -283,7 +291,7 @@ DEVICE void encode_lanes(const Args& a) {
             if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)turn.n);
             if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)turn.n);
         }
-        LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, table, room, slot);
+        LaneForm form = code_lanes<CODING>(a, source, turn.n, turn.codes, room.table, room.refill, slot);
         __threadfence_block();
         __syncwarp();
         announce(a, turn, form.words);

@@ -47,7 +47,7 @@ struct Lanes {
     u32 base, at;     // where the room begins and where the next byte goes, as addresses of shared memory
     u32 written = 0;  // bytes that have left the room
     u32 lower = lower_lanes();
-    u32 bound = uniform(65536);  // what states stay below; by shuffle, so that it is kept in a register
+    u32 bound;        // what states stay below: 65536, in a way that keeps it in a register
 
     __device__ __forceinline__ Lanes(u8* shared, u8* to) : room(shared), refill(to) {
 #if defined(__CUDA_ARCH__)
@@ -55,6 +55,10 @@ struct Lanes {
 #else
         base = at = 0;
 #endif
+        __syncwarp();
+        volatile u32* own = (volatile u32*)room + lane_id();
+        *own = 65536;
+        bound = *own;
         __syncwarp();
     }
 
@@ -105,7 +109,8 @@ struct Lanes {
                 push(top, count);
                 top <<= count;
             }
-            u32 count = (u32)max_int(0, min_int(width - 8, 8));
+            int eight = (int)(bound >> 13);
+            u32 count = (u32)max_int(0, min_int(width - eight, eight));
             push(top, count);
             top <<= count;
         }

@@ -60,7 +60,7 @@ DEVICE u32 round_near(u32 v, int f) {
     u32 grid = (u32)(f + 150) << 23;  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
     float step = __uint_as_float(grid | (v & 0x80000000u));
     u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(__uint_as_float(v), step), step));
-    return __uint_as_float(v & 0x7fffffffu) < __uint_as_float(grid) ? rounded : v;
+    return fabsf(__uint_as_float(v)) < __uint_as_float(grid) ? rounded : v;
 }
 
 DEVICE int near_width(u32 e, int f) { return min_int((int)e - 126 - f, 24); }
