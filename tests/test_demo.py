@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from gradzip import cli, demo, emulate
+from gradzip.cli.demo import ENOUGH
 from gradzip.demo.settings import POLICIES
 from gradzip.errors import EmulationError
 
 TINY = functools.partial(demo.Settings, width=32, blocks=1)
 SHORT = ["demo", "--hosts", "2", "--steps", "4"]
+PLANNED = ["demo", "--hosts", "2", "--steps", str(ENOUGH)]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +28,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_limit_times_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demo.html"
-    assert cli.main([*SHORT, "--no-limit", "--json", "--out", str(out)]) == 0
+    assert cli.main([*PLANNED, "--no-limit", "--json", "--out", str(out)]) == 0
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     rows = {row["run"]: row for row in shown["rows"]}
     assert list(rows) == list(POLICIES)
@@ -43,6 +45,8 @@ def test_without_a_limit_times_are_predicted(tmp_path: Path, capsys: pytest.Capt
     page = out.read_text()
     assert all(name.replace("&", "&amp;") in page for name in [*rows, *predicted])
     assert "Exponents of the gradients" in page
+    for heading in ("Timeline of a step: predicted, plain all-reduce", "Timeline of a step: measured", "The plan"):
+        assert heading in page
 
 
 def test_on_emulated_hosts_times_are_measured(
@@ -61,6 +65,22 @@ def test_on_emulated_hosts_times_are_measured(
     assert all(name in out for name in names)
     assert "PREDICTED" not in out
     assert "note: zstd left out" in out
+
+
+def test_where_hosts_cannot_be_emulated_and_time_runs_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo says why it predicts, and which runs it has cut short: without patience, all but the plain one."""
+    names = ("FP32 (plain DDP)", "gcomp:keep=7")
+    monkeypatch.setattr(demo, "Settings", functools.partial(TINY, policies=names, patience=0.0))
+    monkeypatch.setattr(emulate, "obstacle", lambda: "no namespaces: ask for them")
+    out = tmp_path / "demo.html"
+    assert cli.main(["demo", "--hosts", "2", "--seconds", "4", "--json", "--out", str(out)]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert shown["notes"][0] == "no namespaces: ask for them"
+    assert len(shown["predicted"]) == 4
+    assert any("ended early, at a higher loss: gcomp:keep=7 after 10 steps" in note for note in shown["notes"])
+    assert "stopped: 10" in out.read_text()
 
 
 def test_a_rank_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

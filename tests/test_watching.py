@@ -15,9 +15,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from training import start
 
-from gradzip import Accordion
-from gradzip.errors import Unsupported
+from gradzip import Accordion, cli
+from gradzip.errors import ReportError, Unsupported
 from gradzip.hooks.metrics import Metrics
+from gradzip.report.measured import measured
 from gradzip.spans import span
 
 NUMBERS = {
@@ -162,7 +163,7 @@ def test_traces_show_exchanges_and_on_all_threads_codec_and_wire(seen: list[dict
         events = json.loads((folder / f"{kind}.json").read_text())["traceEvents"]
         ours = [event for event in events if event["name"].startswith("gradzip: ")]
         found[kind] = {event["name"].split()[1] for event in ours}
-        exchanges = [event for event in ours if event["name"].startswith("gradzip: exchange of '")]
+        exchanges = [event for event in ours if event["name"].startswith("gradzip: exchange at step ")]
         assert len(exchanges) > 1, "one for each bucket"
         assert len({event["tid"] for event in exchanges}) == 1
         assert all(event["dur"] > 0 for event in exchanges)
@@ -173,6 +174,34 @@ def test_traces_show_exchanges_and_on_all_threads_codec_and_wire(seen: list[dict
             assert any("gcomp:keep=7" in name and "by alltoall at step 3 for '" in name for name in coded), coded
     assert found["usual"] == {"exchange"}
     assert found["all"] == {"exchange", "code", "wire", "encode", "decode"}
+
+
+def test_the_report_shows_a_traced_step(seen: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    """Stages where their threads were profiled, whole exchanges where not; times within the step that is named."""
+    for kind, tracks in (("all", {"stage 1, coding", "stage 2, coding"}), ("usual", {"exchange 1"})):
+        story = measured(folder / f"{kind}.json")
+        found = {span.track for span in story.spans}
+        assert found >= tracks | {"backward"}
+        assert all(0 <= span.start_s <= span.end_s < 60 for span in story.spans)
+        assert ("profile_all_threads" in story.about) == (kind == "usual")
+        step = 3 if kind == "all" else 2
+        assert story.about.startswith(f"Step {step}, from {kind}.json: ")
+        assert all(f"at step {step} " in span.name for span in story.spans if span.track != "backward")
+        run = tmp_path / "run.jsonl"
+        run.write_text('{"schema": "gradzip-run", "version": 1, "run": "a"}\n')
+        out = tmp_path / f"{kind}.html"
+        assert cli.main(["report", str(run), "--trace", str(folder / f"{kind}.json"), "--out", str(out)]) == 0
+        assert "Timeline of a step: measured" in out.read_text()
+
+
+def test_a_trace_without_gradzip_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(ReportError, match="holds no range of gradzip: profile a step after attach"):
+        measured(path)
+    path.write_text("{}")
+    with pytest.raises(ReportError, match="cannot read the trace"):
+        measured(path)
 
 
 def test_without_a_profiler_a_span_is_nothing() -> None:

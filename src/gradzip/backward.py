@@ -91,7 +91,7 @@ class Backward:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         cuda = buffer.device.type == "cuda"
         ticket = _Ticket(buffer, torch.futures.Future(devices=[buffer.device]) if cuda else torch.futures.Future())
-        until(ticket.done, "exchange", f"of {named[0][0]!r} and {len(named) - 1} more")
+        until(ticket.done, "exchange", f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more")
         future = ticket.done.then(functools.partial(_buffer_or_raise, ticket))
         ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
         late = [] if self.plain else [(name, g) for name, g in named if self.ways[name].late]

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         codecs, left_out = _codecs(folder)
     title, notes = _words(settings, result, obstacle)
     shown = [*result.runs, *result.predicted]
-    write(args.out, report.page(shown, title="gradzip demo", lead=". ".join([title, *notes])))
+    lead = ". ".join([title, *notes])
+    write(args.out, report.page(shown, title="gradzip demo", lead=lead, plan=result.plan, stories=result.stories))
     rows = summary(result.runs)
     if args.json:
         predicted = summary(result.predicted) if result.predicted else []
@@ -124,6 +125,9 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
     notes = list(result.notes)
     if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
         notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
+    if stopped := {run.name: run.about["stopped"] for run in result.runs if "stopped" in run.about}:
+        words = ", ".join(f"{name} after {count}" for name, count in stopped.items())
+        notes.append(f"this machine became slower, so these ended early, at a higher loss: {words} steps")
     if obstacle is None:
         if result.rates is not None:
             notes.insert(

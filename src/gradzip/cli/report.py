@@ -10,6 +10,7 @@ from .. import report
 from ..errors import ReportError
 from ..plan import Plan
 from ..planner.profile import Profile
+from ..report.measured import measured
 from ..report.page import summary
 from ..report.predicted import stories
 from .table import Commands, add_json, command
@@ -27,6 +28,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run.jsonl; one file may hold several runs")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="adds the predicted timeline of a step")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="adds the plan, and its timeline where --profile is")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="torch.profiler's: adds the measured timeline")
     parser.add_argument("--title", default="gradzip report", help="stands at the top")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
     add_json(parser)
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     runs = report.read(args.runs)
     plan = Plan.load(args.plan) if args.plan else None
     told = stories(Profile.load(args.profile), plan) if args.profile else []
+    if args.trace:
+        told.append(measured(args.trace))
     write(args.out, report.page(runs, title=args.title, plan=plan, stories=told))
     if args.json:
         print(json.dumps({"out": str(args.out), "rows": summary(runs)}, indent=2))

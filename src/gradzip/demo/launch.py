@@ -12,6 +12,7 @@ from .. import emulate
 from ..codecs import parse
 from ..emulate import Line, Rates, format_rate
 from ..errors import EmulationError
+from ..plan import Plan
 from ..planner.answer import Request
 from ..planner.choices import Limits
 from ..planner.network import Topology
@@ -19,8 +20,10 @@ from ..planner.problem import Problem
 from ..planner.profile import Profile
 from ..planner.timeline import CPU
 from ..report import Run, read
+from ..report.measured import measured
+from ..report.predicted import Story, stories
 from ..routes import Route
-from .settings import PLAIN, POLICIES, PROFILE, RUNS, Progress, Settings
+from .settings import PLAIN, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, TRACE, Progress, Settings
 
 PREDICTED = ("1gbit", "10gbit")
 _SAID = "gradzip auto: "
@@ -33,6 +36,8 @@ class Result:
     predicted: list[Run]  # where there was no limit: the same policies on networks that have one
     rates: Rates | None
     notes: list[str] = field(default_factory=list)
+    plan: Plan | None = None  # of the run that plans for itself
+    stories: list[Story] = field(default_factory=list)  # one step, as predicted and as measured
 
 
 def run(
@@ -68,7 +73,11 @@ def run(
         )
     runs = read([folder / RUNS])
     predicted = [] if settings.limit else predictions(Profile.load(folder / PROFILE), runs, settings)
-    return Result(runs, predicted, done.rates, said)
+    plan = Plan.load(folder / PLAN) if (folder / PLAN).exists() else None
+    told = [] if plan is None else stories(Profile.load(folder / PLANNED_FROM), plan)
+    if (folder / TRACE).exists():
+        told.append(measured(folder / TRACE))
+    return Result(runs, predicted, done.rates, said, plan, told)
 
 
 def _path(folder: str) -> str:
@@ -82,13 +91,13 @@ def predictions(profile: Profile, runs: list[Run], settings: Settings) -> list[R
         topology = Topology(settings.hosts, 1, float(emulate.parse_rate(rate)))
         bucket = profile.bucket_bytes
         problem = Request(profile, topology, Limits(lossy=True), bucket).problem()
-        for measured in runs:
-            policy = POLICIES[measured.name]
+        for run in runs:
+            policy = POLICIES[run.name]
             if policy is not None and policy.startswith("auto"):
                 continue  # it plans for the network that it finds
             where = f", predicted at {format_rate(emulate.parse_rate(rate))}"
-            about = {"predicted": True, "baseline": PLAIN + where, "bytes_per_step": measured.bytes_per_step()}
-            found.append(Run(measured.name + where, {**about, **_predicted(problem, policy)}))
+            about = {"predicted": True, "baseline": PLAIN + where, "bytes_per_step": run.bytes_per_step()}
+            found.append(Run(run.name + where, {**about, **_predicted(problem, policy)}))
     return found
 
 

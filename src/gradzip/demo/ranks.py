@@ -9,26 +9,28 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._C._profiler import _ExperimentalConfig
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from .. import capture
-from ..hooks import attach
+from ..hooks import Handle, attach
 from ..planner.measure import WARM
 from ..planner.measure.coding import measure_codecs, measure_copies
 from ..planner.measure.record import Recorder as StepRecorder
 from ..planner.measure.wire import measure_network
 from ..report import Recorder
-from .settings import POLICIES, PROFILE, RUNS, SNAPSHOT, Progress, Settings
+from .settings import PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, SNAPSHOT, TRACE, Progress, Settings
 
-BUCKET_MB = 3.0  # small enough that exchange and backward overlap, also in the plain run
+BUCKET_MB = 25.0  # DDP's own default: every message costs processor time, which hosts share here
 LENGTH = 32  # bytes of text per sequence: as on GPUs, computing takes less time than a slow network
 TIMED = 5  # steps that decide how many there will be
 LEAST_STEPS = 10
@@ -49,12 +51,13 @@ class Rank:
         )
         if not self.settings.limit:
             self._profile()
+        share = None if self.settings.steps else self.settings.seconds / len(self.settings.policies)
         for name in self.settings.policies:
-            self._train(name, steps, compute_s)
+            self._train(name, steps, compute_s, share)
 
     # -- one run ------------------------------------------------------------------------------------------------
 
-    def _train(self, name: str, steps: int, compute_s: float) -> None:
+    def _train(self, name: str, steps: int, compute_s: float, share: float | None) -> None:
         model, optimizer, rng = self._fresh()
         policy = POLICIES[name]
         handle = None if policy is None else attach(model, optimizer, policy)
@@ -82,22 +85,55 @@ class Rank:
                 if handle is None and step == steps and self.rank == 0:
                     torch.save(vars(capture.snapshot(step, loss, lr, optimizer)), self.folder / SNAPSHOT)
 
-            loss = self._step(model, optimizer, rng, step, steps, look)
+            with self._traced() if name == DESCRIBED and step == min(steps, LEAST_STEPS) else nullcontext():
+                loss = self._step(model, optimizer, rng, step, steps, look)
             recorder()
             losses.append(loss)
             if self.rank == 0:
                 step_ms = (time.perf_counter() - began) / step * 1e3
                 print(Progress(name, step, steps, loss, step_ms).line(), flush=True)
-        cpu = time.process_time() - cpu
+            # The plain run is what the others are measured against.
+            if handle is not None and step % LEAST_STEPS == 0 and step < steps and self._late(began, share):
+                recorder.note(stopped=step)
+                break
+        cpu = (time.process_time() - cpu) / len(losses)
         mean = torch.tensor(losses, dtype=torch.float64) / self.world
         dist.all_reduce(mean)  # after the run: it would be one more message in every step
         for step, loss in enumerate(mean.tolist(), 1):
             recorder.later(step, loss=loss)
-        busy = torch.tensor(cpu / steps, dtype=torch.float64)
+        busy = torch.tensor(cpu, dtype=torch.float64)
         dist.all_reduce(busy)
         recorder.note(identical=self._identical(model), processor_seconds=float(busy))
         if handle is not None:
+            self._keep_plan(handle)
             handle.detach()
+
+    def _late(self, began: float, share: float | None) -> bool:
+        """Whether rank 0 finds that a run has had its time; asked between steps, and all do what it says."""
+        late = torch.tensor(float(share is not None and time.perf_counter() - began > self.settings.patience * share))
+        dist.broadcast(late, 0)
+        return bool(late)
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        """Rank 0 takes a trace of what happens in here."""
+        if self.rank != 0:
+            yield
+            return
+        try:
+            config = _ExperimentalConfig(profile_all_threads=True)
+        except TypeError:  # an older torch sees this thread alone, and the report says so
+            config = None
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True) as profiler:
+            yield
+        profiler.export_chrome_trace(str(self.folder / TRACE))
+
+    def _keep_plan(self, handle: Handle) -> None:
+        """What `auto` decided, and from which measurements."""
+        pilot = handle.pilot
+        if self.rank == 0 and pilot is not None and pilot.plan is not None and pilot.profile is not None:
+            pilot.plan.save(self.folder / PLAN)
+            pilot.profile.save(self.folder / PLANNED_FROM)
 
     def _step(
         self,

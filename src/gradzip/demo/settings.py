@@ -21,6 +21,8 @@ POLICIES: dict[str, str | None] = {
 SIZE = ModelSize(width=192, blocks=6, batch=1)  # 2.8 M parameters, 11 MB of gradients
 
 RUNS, PROFILE, SNAPSHOT = "run.jsonl", "profile.json", "snapshot.pt"  # files that the ranks leave behind
+PLAN, PLANNED_FROM = "plan.json", "planned_from.json"  # of the run that plans, if it came that far
+TRACE = "trace.json"  # of one step of the run that is described
 _SETTINGS = "settings.json"
 
 
@@ -35,6 +37,7 @@ class Settings:
     blocks: int = SIZE.blocks
     batch: int = SIZE.batch
     policies: tuple[str, ...] = tuple(POLICIES)
+    patience: float = 1.4  # times its share of the seconds, then a run ends early: the machine became busy
 
     @property
     def size(self) -> ModelSize:
