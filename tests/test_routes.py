@@ -49,9 +49,9 @@ class Bytes:
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.result = values, torch.empty_like(values)
 
-    def load(self, layout: Layout) -> torch.Tensor:
+    def load(self, layout: Layout) -> list[torch.Tensor]:
         (piece,) = layout
-        return self.values[piece.start : piece.stop]
+        return [self.values[piece.start : piece.stop]]
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None:
         self.result.copy_(mean)
@@ -65,22 +65,28 @@ class Bytes:
     def bound(self, leaf: Layout) -> int:
         return 24 + 4 * leaf[0].numel + 4
 
-    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
-        (piece,) = leaf
+    def encode(self, leaf: Layout, given: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
+        (piece,), (values,) = leaf, given
+        if stays:
+            return Blob(torch.empty(0, dtype=torch.uint8), values=given)  # nobody else will miss it
         head = torch.tensor([piece.start, values.numel(), how.shift])
         padding = torch.zeros(-4 * values.numel() % 8, dtype=torch.uint8)
         return Blob(torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8), padding]))
 
-    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
         (piece,), (out,) = leaf, outs
-        assert blob.data[:24].clone().view(torch.int64).tolist() == [piece.start, piece.numel, how.shift]
-        values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
-        out.add_(values) if add else out.copy_(values)
+        for number, blob in enumerate(blobs):
+            if blob.values is not None:
+                (values,) = blob.values
+            else:
+                assert blob.data[:24].clone().view(torch.int64).tolist() == [piece.start, piece.numel, how.shift]
+                values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
+            out.add_(values) if add or number else out.copy_(values)
 
-    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
-        total = values.clone()
-        self.decode(leaf, blob, how, [total], add=True)
-        return self.encode(leaf, total, how)
+    def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
+        total = values[0].clone()
+        self.decode(leaf, [blob], how, [total], add=True)
+        return self.encode(leaf, [total], how)
 
 
 def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Members]]) -> torch.Tensor:
@@ -95,8 +101,11 @@ def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Memb
         except StopIteration:
             return coder.result
         assert isinstance(wanted, Exchange)
-        received = groups[wanted.where][0].exchange(wanted.send)
-        for part, most in zip(received, wanted.most or [1 << 20] * len(received)):
+        member, ranks = groups[wanted.where]
+        received = member.exchange(wanted.send)
+        for number, (part, most) in enumerate(zip(received, wanted.most or [1 << 20] * len(received))):
+            if number == ranks.rank:
+                continue  # what it holds need not travel
             assert (part is None) == (most is None) or (part is None and wanted.most is None)
             assert part is None or part.numel() <= most
 

@@ -7,6 +7,7 @@ trace here either (`drop`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,8 @@ class Memory:
         self._residuals: dict[str, torch.Tensor] = {}  # by "stage/name"
         self._states: dict[str, dict[str, Any]] = {}  # by "codec/name"
         self._next_residuals: dict[str, torch.Tensor | None] = {}
+        self._spares: dict[str, torch.Tensor] = {}  # room for the next residuals: those of the step before last
+        self._wants_room: set[str] = set()
         self._next_states: dict[str, dict[str, Any]] = {}
 
     # -- residuals ----------------------------------------------------------------------------------------------
@@ -65,17 +68,47 @@ class Memory:
             flat[int(start) : int(stop)] += _at_work(self._residuals[key], x) * scale
         return total
 
+    def compensate(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = GRADIENT) -> None:
+        """`compensated` in place, for x in the type of sums."""
+        residual = self._residuals.get(f"{stage}/{name}")
+        if residual is None or self.patient or (stage == GRADIENT and self._folded(name)):
+            total = self.compensated(name, x, scale, stage)
+            if total is not x:
+                x.copy_(total)
+            return
+        # The product with a power of two is exact, so that one rounding less makes no difference.
+        exact = abs(math.frexp(scale)[0]) == 0.5
+        x.add_(_at_work(residual, x), alpha=scale) if exact else x.add_(_at_work(residual, x) * scale)
+
+    def room(self, name: str, x: torch.Tensor, stage: str = GRADIENT) -> torch.Tensor:
+        """Memory for what will be lost of x, flat and in the order of x's values in memory; `keep` takes it."""
+        self._wants_room.add(f"{stage}/{name}")
+        spare = self._spares.pop(f"{stage}/{name}", None)
+        if spare is None or spare.numel() != x.numel() or spare.device != x.device:
+            return torch.empty(x.numel(), dtype=torch.float32, device=x.device)
+        return spare
+
     def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """Notes what this step's encode lost; None: everything got through, also what was lost before."""
-        if f"{stage}/{name}" in self._waiting:
+        self.keep(name, None if residual is None else wide(residual) / scale, stage)
+
+    def keep(self, name: str, residual: torch.Tensor | None, stage: str = GRADIENT) -> None:
+        """The same for a residual without scale, which the caller gives away."""
+        key, form, kept = f"{stage}/{name}", self.forms.get(name), residual
+        if residual is not None and form in ("bf16", "cpu"):
+            kept = residual.bfloat16() if form == "bf16" else residual.cpu()
+        if kept is not residual or key in self._waiting:
+            self._spare(key, residual)
+        if key in self._waiting:
             return
-        form = self.forms.get(name)
-        kept = None if residual is None else wide(residual) / scale
-        if kept is not None and form in ("bf16", "cpu"):
-            kept = kept.bfloat16() if form == "bf16" else kept.cpu()
-        self._next_residuals[f"{stage}/{name}"] = kept
+        self._next_residuals[key] = kept
         if stage == GRADIENT:
             self._next_residuals |= dict.fromkeys(self._folded(name))
+
+    def _spare(self, key: str, residual: torch.Tensor | None) -> None:
+        """Keeps memory for the next residual; flat, as `room` gives it out."""
+        if key in self._wants_room and residual is not None and residual.dtype == torch.float32:
+            self._spares[key] = residual.permute(memory_order(residual)).reshape(-1)
 
     @property
     def residuals(self) -> bool:
@@ -86,6 +119,8 @@ class Memory:
         """Puts what was lost of sums back to this rank's gradients: the sum is the same, whatever route they take."""
         for key in [key for key in self._residuals if key.startswith("sum")]:
             self._residuals[f"{_FOLDED}{key}"] = self._residuals.pop(key)
+        self._spares.clear()
+        self._wants_room.clear()
 
     def _folded(self, name: str) -> list[str]:
         return [key for key in self._residuals if key.startswith(_FOLDED) and key.partition("/")[2] == name]
@@ -104,12 +139,17 @@ class Memory:
         for key, residual in self._next_residuals.items():
             if residual is None:
                 self._residuals.pop(key, None)
-            else:
-                self._residuals[key] = residual
+                self._spares.pop(key, None)
+                continue
+            self._spare(key, self._residuals.get(key))
+            self._residuals[key] = residual
         self._states.update({key: state for key, state in self._next_states.items() if state})
+        self._next_residuals = {}
         self.drop()
 
     def drop(self) -> None:
+        for key, residual in self._next_residuals.items():
+            self._spare(key, residual)
         self._next_residuals, self._next_states, self._waiting = {}, {}, set()
 
     # -- what is held -------------------------------------------------------------------------------------------
@@ -117,7 +157,7 @@ class Memory:
     def held(self) -> dict[str, int]:
         """Bytes held from step to step, by parameter name."""
         out: dict[str, int] = {}
-        for key, residual in self._residuals.items():
+        for key, residual in (*self._residuals.items(), *self._spares.items()):
             name = key.partition("/")[2]
             out[name] = out.get(name, 0) + residual.nbytes
         for key, state in self._states.items():

@@ -91,7 +91,7 @@ class GComp(Lossy):
         job = self._job(ctx)
         floor = None
         if self.mode in ("near", "paper") and x.dtype == torch.float32:
-            floor = _checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode")
+            floor = checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode")
         lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
         if job.book:
             lengths = books.lengths(job.book, x.numel()).to(x.device)
@@ -107,7 +107,7 @@ class GComp(Lossy):
         float_layout(out.dtype)
         floor = None
         if coding == NEAR:
-            floor = _checked_floor(ctx, out.numel(), out.device, "decoding a frame in near mode")
+            floor = checked_floor(ctx, out.numel(), out.device, "decoding a frame in near mode")
         book = books.lengths(book_id, out.numel()).to(out.device) if book_id else None
         engines.pick(out.device).decode(body, out, floor, ctx.shift, add, book)
 
@@ -116,7 +116,7 @@ class GComp(Lossy):
             raise Corrupt(f"{header.numel} values cannot be in a body of {header.body_bytes} bytes")
 
 
-def _checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
+def checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
     floor = ctx.floor
     if not 0 <= ctx.shift <= 127:
         raise Unsupported(f"shift={ctx.shift}: floors are shifted by 0 to 127, towards a coarser grid")

@@ -13,11 +13,12 @@ HEAD_ROOM = 40  # the table of a single blob
 
 
 class Blob(NamedTuple):
-    """Coded values: bytes, as many as a multiple of 8."""
+    """Coded values: bytes, as many as a multiple of 8. Those that never leave their rank may have none."""
 
     data: torch.Tensor
     source: int | None = None  # the rank that it came from, for errors
     with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
+    values: Sequence[torch.Tensor] | None = None  # what was coded, piece by piece, where that is at hand
 
 
 def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:
@@ -61,6 +62,9 @@ def _damaged(source: int, why: str) -> PeerError:
     return PeerError(f"rank {source} sent a damaged message: {why}")
 
 
-def unpack_all(received: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> list[list[Blob]]:
-    """The contributions of all ranks that sent some."""
-    return [c for source, part in zip(ranks, received) for c in unpack(part, source)]
+def unpack_all(
+    received: Sequence[torch.Tensor | None], ranks: Sequence[int], rank: int, own: list[list[Blob]]
+) -> list[list[Blob]]:
+    """The contributions of all ranks that sent some; `own` are those of this one, which is number `rank` of them."""
+    members = [own if i == rank else unpack(part, ranks[i]) for i, part in enumerate(received)]
+    return [contribution for member in members for contribution in member]

@@ -29,6 +29,7 @@ from .blobs import HEAD_ROOM, Blob
 from .buffers import Buffers
 from .executor import How
 from .layout import Layout, Piece
+from .together import Together
 
 _ENTRY = 8  # bytes per size in the table, and what frames are padded to
 
@@ -73,7 +74,8 @@ class TensorCoder:
         self._feeds_back = self.codec.error_memory is not None
         self._flat = [flatten(t, t) for t in self.tensors]
         self._inputs = list(self._flat)
-        self._lost: list[torch.Tensor] = []
+        self._lost: list[torch.Tensor] = []  # of each tensor; for pieces that are coded together it is without scale
+        self._together: Together | None = None
 
     def for_chunk(self, taken: list[torch.Tensor]) -> TensorCoder:
         """The same, with the buffers that it takes put on a list of their own."""
@@ -91,7 +93,15 @@ class TensorCoder:
             self.codec = GComp(mode="lossless", limit=self.codec.limit, book=self.codec.book)
             self.contexts = [dataclasses.replace(ctx, floor=None) for ctx in self.contexts]
             self.exact_grid = self._feeds_back = False
+        sizes = [flat.numel() for flat in self._flat]
+        self._together = Together.of(self.codec, self.tensors, self.contexts, sizes)
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
+            if self._together is not None:
+                self.memory.compensate(ctx.name, tensor, self.scale)
+                self._inputs[number] = self._flat[number] = flatten(tensor, tensor)
+                if self._feeds_back:
+                    self._lost.append(self.memory.room(ctx.name, tensor))
+                continue
             x = flatten(self.memory.compensated(ctx.name, tensor, self.scale), tensor)
             self._inputs[number] = x.to(tensor.dtype)
             if self._feeds_back:
@@ -110,7 +120,10 @@ class TensorCoder:
         """Notes what the gradients' own encodes lost. After all pieces."""
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
             lost = unflatten(self._lost[number], tensor) if self._feeds_back else None
-            self.memory.lost(ctx.name, lost, self.scale)
+            if self._together is not None:
+                self.memory.keep(ctx.name, lost)
+            else:
+                self.memory.lost(ctx.name, lost, self.scale)
 
     def finite(self, layout: Layout) -> bool:
         """Whether the means are; they are the same bits on all ranks, and not finite if one rank's values were not."""
@@ -118,9 +131,8 @@ class TensorCoder:
 
     # -- for the executor ---------------------------------------------------------------------------------------
 
-    def load(self, layout: Layout) -> torch.Tensor:
-        views = [self._inputs[p.tensor][p.start : p.stop] for p in layout]
-        return views[0] if len(views) == 1 else torch.cat(views)
+    def load(self, layout: Layout) -> list[torch.Tensor]:
+        return [self._inputs[p.tensor][p.start : p.stop] for p in layout]
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None:
         offset = 0
@@ -138,22 +150,42 @@ class TensorCoder:
         dtype = torch.promote_types(self.dtype, torch.float32)
         return sum(_densest(self.codec).bound(p.numel, dtype) + 2 * _ENTRY for p in _filled(leaf))
 
-    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
-        values, offset = values.to(self._device(how)), 0
-        writer = self._writer(leaf, values.device)
-        for piece in leaf:
-            x = values[offset : offset + piece.numel]
-            offset += piece.numel
+    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
+        if self._together is not None:
+            return self._encode_together(self._together, leaf, values, how, stays)
+        known = values if self.codec.lossless else None
+        if stays and known is not None:
+            return Blob(torch.empty(0, dtype=torch.uint8), values=known)
+        device = self._device(how)
+        writer = self._writer(leaf, device)
+        for piece, x in zip(leaf, values):
             if piece.numel:
-                self._encode_piece(piece, x, how, writer)
-        return writer.blob()
+                self._encode_piece(piece, x.to(device), how, writer)
+        return writer.blob()._replace(values=known)
 
-    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+        pieces, filled = _filled(leaf), _filled_values(outs)
+        if self._together is not None and all(out.is_contiguous() for out in filled):
+            parts = [blob.data if blob.values is None else _filled_values(blob.values) for blob in blobs]
+            damaged = self._together.add_up(pieces, parts, how.shift, filled, add) if pieces else None
+            if damaged is None:
+                return
+            self._decode_pieces(leaf, blobs[damaged], how, outs, add)  # which says what is wrong
+            raise Corrupt(f"{self.contexts[leaf[0].tensor].name!r}: frames of an exchange have no checksum")
+        for number, blob in enumerate(blobs):
+            adds = add or number > 0
+            if blob.values is None:
+                self._decode_pieces(leaf, blob, how, outs, adds)
+                continue
+            for out, x in zip(outs, blob.values):
+                out.add_(x.to(out.device)) if adds else out.copy_(x)
+
+    def _decode_pieces(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
         place = self._device(how)
         data = blob.data if blob.data.device == place else blob.data.to(place)
         name = self.contexts[leaf[0].tensor].name
         try:
-            for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data), _filled_outs(leaf, outs)):
+            for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data), _filled_values(outs)):
                 name = self.contexts[piece.tensor].name
                 self._decode_piece(piece, frame, how, out, add)
         except CodecError as error:
@@ -161,20 +193,14 @@ class TensorCoder:
                 raise type(error)(f"{name!r}: {error}") from error
             raise PeerError(f"rank {blob.source} sent {name!r} damaged: {type(error).__name__}: {error}") from error
 
-    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
-        if not (isinstance(self.codec, GComp) and values.dtype == torch.float32 and self._fuses(values, how)):
-            total = wide(values).clone()
-            outs, offset = [], 0
-            for piece in leaf:
-                outs.append(total[offset : offset + piece.numel])
-                offset += piece.numel
-            self.decode(leaf, blob, how, outs, add=True)
+    def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
+        first = values[0]
+        if not (isinstance(self.codec, GComp) and first.dtype == torch.float32 and self._fuses(first, how)):
+            total = [wide(x).clone() for x in values]
+            self.decode(leaf, [blob], how, total, add=True)
             return self.encode(leaf, total, how)
-        writer = self._writer(leaf, values.device)
-        frames, offset = self._frames(leaf, blob.data), 0
-        for piece, frame in zip(_filled(leaf), frames):
-            local = values[offset : offset + piece.numel]
-            offset += piece.numel
+        writer = self._writer(leaf, first.device)
+        for piece, frame, local in zip(_filled(leaf), self._frames(leaf, blob.data), _filled_values(values)):
             ctx = self._context(piece, how, local.device)
             writer.write(partial(_fused, self.codec, frame, local, ctx))
         return writer.blob()
@@ -194,6 +220,34 @@ class TensorCoder:
             part = wide(sent[offset : offset + piece.numel])
             self._lost[piece.tensor][piece.start : piece.stop].sub_(part, alpha=factor)
             offset += piece.numel
+
+    # -- all pieces in one call -----------------------------------------------------------------------------------
+
+    def _encode_together(
+        self, together: Together, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool
+    ) -> Blob:
+        pieces, xs, own = _filled(leaf), [x.contiguous() for x in _filled_values(values)], how.summed == 1
+        lost: list[torch.Tensor] | None = None
+        unit = self.scale if own or not how.mean else self.scale / self.world
+        names = [(self.contexts[piece.tensor].name, _stage_of(how, piece)) for piece in pieces]
+        if self._feeds_back and own:
+            lost = [self._lost[piece.tensor][piece.start : piece.stop] for piece in pieces]
+        elif self._feeds_back:
+            for (name, stage), x in zip(names, xs):
+                self.memory.compensate(name, x, unit, stage)
+            lost = [self.memory.room(name, x, stage) for (name, stage), x in zip(names, xs)]
+        if stays or not pieces:
+            blob = Blob(torch.empty(0, dtype=torch.uint8))
+            if lost is not None and pieces:
+                together.note_lost(pieces, xs, how.shift, lost, unit)
+        else:
+            buffer = self._room(leaf, torch.device("cpu"))
+            size = HEAD_ROOM + together.encode(pieces, xs, how.shift, buffer[HEAD_ROOM:], lost, unit)
+            blob = Blob(buffer[HEAD_ROOM:size], None, buffer[:size])
+        if lost is not None and not own:
+            for (name, stage), residual in zip(names, lost):
+                self.memory.keep(name, residual, stage)
+        return blob._replace(values=xs)
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -229,7 +283,7 @@ class TensorCoder:
 
     def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: _Writer) -> None:
         codec, own = self.codec, how.summed == 1
-        stage = f"sum{how.number}.{piece.start}-{piece.stop}"
+        stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
         target = x
         if self._feeds_back and not own:
@@ -264,13 +318,15 @@ class TensorCoder:
     # -- blobs --------------------------------------------------------------------------------------------------
 
     def _writer(self, leaf: Layout, device: torch.device) -> _Writer:
-        count, size = len(_filled(leaf)), HEAD_ROOM + self.bound(leaf)
-        if device.type == "cpu":
-            buffer = self.buffers.take(size)
-            self.taken.append(buffer)
-        else:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return _Writer(buffer, count)
+        return _Writer(self._room(leaf, device), len(_filled(leaf)))
+
+    def _room(self, leaf: Layout, device: torch.device) -> torch.Tensor:
+        size = HEAD_ROOM + self.bound(leaf)
+        if device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = self.buffers.take(size)
+        self.taken.append(buffer)
+        return buffer
 
     def _frames(self, leaf: Layout, data: torch.Tensor) -> list[torch.Tensor]:
         count = sum(piece.numel > 0 for piece in leaf)
@@ -355,5 +411,10 @@ def _filled(leaf: Layout) -> list[Piece]:
     return [piece for piece in leaf if piece.numel]
 
 
-def _filled_outs(leaf: Layout, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [out for piece, out in zip(leaf, outs) if piece.numel]
+def _filled_values(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x for x in values if x.numel()]
+
+
+def _stage_of(how: How, piece: Piece) -> str:
+    """What the residual of a sum is called."""
+    return f"sum{how.number}.{piece.start}-{piece.stop}"

@@ -21,7 +21,7 @@ from ..codecs.base import wide
 from ..routes import Route, Step
 from ..spans import span
 from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_numbered
-from .layout import Layout, Piece, deal, numel, select, subviews, views
+from .layout import Layout, Piece, deal, joined, numel, subviews, views
 
 
 class Members(NamedTuple):
@@ -37,7 +37,7 @@ class Members(NamedTuple):
 
 @dataclass
 class Exchange:
-    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part comes back as it is.
+    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part, if any, comes back as it is.
 
     `most[i]` is how many bytes member i will send here at the most, None if it sends nothing. What is shorter comes
     with bytes of no meaning behind it. Where `most` itself is None, sizes have to be asked for first.
@@ -67,8 +67,8 @@ class Coder(Protocol):
     dtype: torch.dtype  # of all tensors
     home: torch.device
 
-    def load(self, layout: Layout) -> torch.Tensor:
-        """This rank's own values, flat; not to be written to."""
+    def load(self, layout: Layout) -> list[torch.Tensor]:
+        """This rank's own values, flat, piece by piece; not to be written to."""
         ...
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None: ...
@@ -85,11 +85,15 @@ class Coder(Protocol):
         """How many bytes a blob of it has at the most, whatever is in the sum."""
         ...
 
-    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob: ...
+    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
+        """Codes the values of each piece. `stays`: only this rank will decode it, so it may remain uncoded."""
+        ...
 
-    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None: ...
+    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+        """The sum of blobs of the same leaf, in their order; added to what is there if `add`."""
+        ...
 
-    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+    def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         """Codes values + what is in the blob."""
         ...
 
@@ -127,7 +131,7 @@ class _Split(NamedTuple):
 @dataclass
 class _Held:
     layout: Layout
-    plain: torch.Tensor | None  # None: coded, or this rank waits
+    values: torch.Tensor | list[torch.Tensor] | None = None  # plain ones, or those of each piece; None: coded, or waits
     coded: _Coded | None = None
     summed: int = 1  # ranks in the sum
     mean: bool = False  # divided by the number of ranks already
@@ -139,8 +143,28 @@ class _Held:
     splits: list[_Split] = field(default_factory=list)
 
     @property
+    def plain(self) -> torch.Tensor:
+        """The plain values in one tensor."""
+        assert self.values is not None
+        if not isinstance(self.values, torch.Tensor):
+            self.values = joined(self.values)
+        return self.values
+
+    def plain_parts(self, leaf: Layout) -> list[torch.Tensor]:
+        """The plain values of each piece of a leaf; views."""
+        assert self.values is not None
+        if isinstance(self.values, torch.Tensor):
+            return views(self.values, self.layout, leaf)
+        return subviews(self.values, self.layout, leaf)
+
+    @property
+    def kind(self) -> torch.dtype:
+        assert self.values is not None
+        return self.values.dtype if isinstance(self.values, torch.Tensor) else self.values[0].dtype
+
+    @property
     def waits(self) -> bool:
-        return self.plain is None and self.coded is None
+        return self.values is None and self.coded is None
 
 
 class Executor:
@@ -148,24 +172,24 @@ class Executor:
 
     def __init__(self, route: Route, layout: Layout, coder: Coder, groups: Mapping[str, Members], world: int) -> None:
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
-        self._held = _Held(layout, None)
+        self._held = _Held(layout)
 
     def steps(self) -> Steps:
         held, steps = self._held, self._route.steps
-        held.plain = self._coder.load(held.layout)
+        held.values = self._coder.load(held.layout)
         for number, (step, joins) in enumerate(zip(steps, self._route.joins)):
             rest = steps[number + 1 :]
             held.exchange = number * EXCHANGES_PER_STEP
             if step.kind == "enc":
                 if not (rest and rest[0].kind == "ring"):  # a ring encodes as it goes
-                    self._encode(self._dealt_sizes(rest), step.where)
+                    self._encode(self._dealt_sizes(rest), step.where, self._stays(rest))
                 else:
                     yield from self._ring(rest[0], step.where)
             elif step.kind == "dec":
                 self._decode(step.where, last=not rest)
             elif step.kind != "ring":
                 yield from self._communicate(step, joins)
-        assert held.plain is not None and not held.splits
+        assert held.values is not None and not held.splits
         self._settle()
         if not held.stored:
             self._coder.store(held.layout, held.plain)
@@ -182,6 +206,17 @@ class Executor:
                 sizes.append(self._groups[step.where].size)
         return sizes
 
+    def _stays(self, steps: Sequence[Step]) -> int | None:
+        """The number of the leaf that this rank will decode itself and nobody else; None: there may be no such one."""
+        number = 0
+        for step in steps:
+            if step.kind == "dec":
+                return number
+            if step.kind != "a2a":
+                return None
+            number = number * self._groups[step.where].size + self._groups[step.where].rank
+        return None
+
     def _how(self, device: str, summed: int) -> How:
         """The first rounding, and that of the whole sum, may go to a grid as coarse as the ranks in the sum allow.
 
@@ -193,9 +228,9 @@ class Executor:
         held.encodes += 1
         return How(device, held.encodes - 1, summed, held.shift, held.mean)
 
-    def _encode(self, dealt: list[int], device: str) -> None:
+    def _encode(self, dealt: list[int], device: str, stays: int | None = None) -> None:
         held = self._held
-        if held.plain is None:
+        if held.values is None:
             held.encodes += 1
             return
         if not self._coder.exact_grid:
@@ -205,8 +240,11 @@ class Executor:
             leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
         with span("encode"):
-            blobs = [self._coder.encode(leaf, select(held.plain, held.layout, leaf), how) for leaf in leaves]
-        held.plain, held.coded = None, _Coded(leaves, [blobs], how)
+            blobs = [
+                self._coder.encode(leaf, held.plain_parts(leaf), how, stays=number == stays)
+                for number, leaf in enumerate(leaves)
+            ]
+        held.values, held.coded = None, _Coded(leaves, [blobs], how)
 
     def _decode(self, device: str, last: bool) -> None:
         held = self._held
@@ -219,15 +257,14 @@ class Executor:
             dtype = torch.promote_types(self._coder.dtype, torch.float32)
             total = self._coder.scratch(numel(held.layout), dtype)
         with span("decode"):
-            for number, blobs in enumerate(coded.contributions):
-                for leaf, blob in zip(coded.leaves, blobs):
-                    outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
-                    self._coder.decode(leaf, blob, how, outs, add=number > 0)
+            for leaf, *blobs in zip(coded.leaves, *coded.contributions):
+                outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
+                self._coder.decode(leaf, blobs, how, outs, add=False)
         held.coded, held.mean = None, how.mean
         if targets is None:
-            held.plain, held.own_memory = total, True
+            held.values, held.own_memory = total, True
         else:
-            held.stored, held.plain = True, torch.empty(0)
+            held.stored, held.values = True, torch.empty(0)
             if not held.mean:
                 for target in targets:
                     target.div_(self._world)
@@ -236,12 +273,12 @@ class Executor:
     def _settle(self) -> None:
         """Divides the sum over all ranks, once it is there; 16-bit gradients travel on in 16 bits."""
         held = self._held
-        if held.plain is None or held.mean or held.summed != self._world:
+        if held.values is None or held.mean or held.summed != self._world:
             return
         if held.own_memory and held.plain.dtype == self._coder.dtype:
             held.plain.div_(self._world)
         else:
-            held.plain = (wide(held.plain) / self._world).to(self._coder.dtype)
+            held.values = (wide(held.plain) / self._world).to(self._coder.dtype)
         held.mean = True
 
     # -- communication ------------------------------------------------------------------------------------------
@@ -283,20 +320,22 @@ class Executor:
         held = self._held
         stretches = deal(held.layout, group.size)
         held.splits.append(_Split(where, held.layout, gathered=False))
-        if held.plain is not None:
-            kind = held.plain.dtype
-            plain = [_bytes(select(held.plain, held.layout, part)) for part in stretches]
+        if held.values is not None:
+            plain = [_bytes(joined(held.plain_parts(part))) for part in stretches]
+            kind = held.kind
             size = numel(stretches[group.rank]) * kind.itemsize
             received = yield self._exchange(where, plain, [size] * group.size)
-            held.plain = self._sum(received, kind)
+            held.values = self._sum(received, kind)
         else:
             coded = _coded(held)
             width = len(coded.leaves) // group.size
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
             most = [self._most(coded, leaves)] * group.size
-            received = yield self._exchange(where, [pack(lists) for lists in deals], most)
-            held.coded = _Coded(leaves, unpack_all(received, group.ranks), coded.how)
+            send = [None if i == group.rank else pack(lists) for i, lists in enumerate(deals)]
+            received = yield self._exchange(where, send, most)
+            arrived = unpack_all(received, group.ranks, group.rank, deals[group.rank])
+            held.coded = _Coded(leaves, arrived, coded.how)
         held.layout = stretches[group.rank]
 
     def _collect(self, where: str, group: Members) -> Steps:
@@ -304,48 +343,54 @@ class Executor:
         held = self._held
         held.splits.append(_Split(where, held.layout, gathered=True))
         nothing: list[None] = [None] * (group.size - 1)
-        if held.plain is not None:
-            kind = held.plain.dtype
+        if held.values is not None:
+            kind = held.kind
             size = held.plain.numel() * kind.itemsize if group.rank == 0 else None
             received = yield self._exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
-            held.plain = self._sum(received, kind) if group.rank == 0 else None
+            held.values = self._sum(received, kind) if group.rank == 0 else None
             return
         coded = _coded(held)
         first = group.rank == 0
         most = self._most(coded, coded.leaves) if first else None
-        received = yield self._exchange(where, [pack(coded.contributions), *nothing], [most] * group.size)
-        held.coded = _Coded(coded.leaves, unpack_all(received, group.ranks), coded.how) if first else None
+        sent = None if first else pack(coded.contributions)
+        received = yield self._exchange(where, [sent, *nothing], [most] * group.size)
+        held.coded = None
+        if first:
+            arrived = unpack_all(received, group.ranks, 0, coded.contributions)
+            held.coded = _Coded(coded.leaves, arrived, coded.how)
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = _coded(self._held)
         most = self._most(coded, coded.leaves)
-        received = yield self._exchange(where, [pack(coded.contributions)] * group.size, [most] * group.size)
-        self._held.coded = _Coded(coded.leaves, unpack_all(received, group.ranks), coded.how)
+        received = yield self._exchange(where, _to_others(coded, group), [most] * group.size)
+        arrived = unpack_all(received, group.ranks, group.rank, coded.contributions)
+        self._held.coded = _Coded(coded.leaves, arrived, coded.how)
 
     def _join(self, split: _Split, where: str, group: Members) -> Steps:
         """ag and bc as second steps: everybody gets the whole stretch again."""
         held = self._held
         if split.gathered:
             yield from self._broadcast(where, group)
-        elif held.plain is not None:
+        elif held.values is not None:
             if not self._coder.exact_grid:
                 self._settle()
-            kind = held.plain.dtype
+            kind = held.kind
             sizes = [numel(part) * kind.itemsize for part in deal(split.layout, group.size)]
             received = yield self._exchange(where, [_bytes(held.plain)] * group.size, sizes)
-            held.plain = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
+            held.values = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
             for part, leaf in zip(received, deal(split.layout, group.size)):
                 values = _present(part).view(kind)
-                for view, piece in zip(views(held.plain, split.layout, leaf), views(values, leaf, leaf)):
+                for view, piece in zip(views(held.values, split.layout, leaf), views(values, leaf, leaf)):
                     view.copy_(piece)
         else:
             coded = _coded(held)
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
             most = [self._most(coded, of_member) for of_member in leaves]
-            received = yield self._exchange(where, [pack(coded.contributions)] * group.size, most)
+            received = yield self._exchange(where, _to_others(coded, group), most)
             members = [unpack(part, source) for source, part in zip(group.ranks, received)]
+            members[group.rank] = coded.contributions
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
             held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
         held.layout = split.layout
@@ -354,9 +399,9 @@ class Executor:
         """From the first member to those that waited, who do not know yet what they get."""
         held = self._held
         if group.rank == 0:
-            if held.plain is not None and not self._coder.exact_grid:
+            if held.values is not None and not self._coder.exact_grid:
                 self._settle()
-            yield self._exchange(where, [_describe(held)] * group.size, None)
+            yield self._exchange(where, [None, *[_describe(held)] * (group.size - 1)], None)
             return
         received = yield self._exchange(where, [None] * group.size, None)
         _understand(held, _present(received[0]), group.ranks[0], self._coder)
@@ -364,17 +409,17 @@ class Executor:
     def _ring(self, step: Step, device: str) -> Steps:
         """Partial sums go round: each member adds its own values to what the one before sent, and codes them again."""
         held, group = self._held, self._groups[step.where]
-        if held.plain is None:  # all members wait for a broadcast in another group
+        if held.values is None:  # all members wait for a broadcast in another group
             held.summed *= group.size
             return
         held.splits.append(_Split(step.where, held.layout, gathered=False))
-        leaves, own = deal(held.layout, group.size), held.plain
+        leaves = deal(held.layout, group.size)
         mine, before = group.rank, (group.rank - 1) % group.size
         after = (group.rank + 1) % group.size
-        total = select(own, held.layout, leaves[mine])
+        total: torch.Tensor | list[torch.Tensor] = held.plain_parts(leaves[mine])
         if group.size > 1:
             start = leaves[before]
-            blob = self._coder.encode(start, select(own, held.layout, start), self._how(device, held.summed))
+            blob = self._coder.encode(start, held.plain_parts(start), self._how(device, held.summed))
             for hop in range(group.size - 1):
                 send: list[torch.Tensor | None] = [None] * group.size
                 send[after] = pack([[blob]])
@@ -383,15 +428,15 @@ class Executor:
                 most[before] = HEAD_ROOM + self._coder.bound(leaf)
                 received = yield self._exchange(step.where, send, most)
                 ((arrived,),) = unpack(received[before], group.ranks[before])
-                values = select(own, held.layout, leaf)
+                values = held.plain_parts(leaf)
                 how = How(device, held.encodes, held.summed * (2 + hop), held.shift or 0)
                 if hop < group.size - 2:
                     blob = self._coder.hop(leaf, arrived, values, how)
                 else:
-                    total = wide(values).clone()
-                    self._coder.decode(leaf, arrived, how, views(total, leaf, leaf), add=True)
+                    total = wide(joined(values)).clone()
+                    self._coder.decode(leaf, [arrived], how, views(total, leaf, leaf), add=True)
             held.encodes += 1
-        held.layout, held.plain = leaves[mine], total
+        held.layout, held.values = leaves[mine], total
         held.summed *= group.size
         self._encode([], device)
 
@@ -411,8 +456,8 @@ _PLAIN_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def _describe(held: _Held) -> torch.Tensor:
     """What a broadcast hands on: plain values or coded ones, and what is known of them."""
-    if held.plain is not None:
-        kind = _PLAIN_KINDS.index(held.plain.dtype)
+    if held.values is not None:
+        kind = _PLAIN_KINDS.index(held.kind)
         return pack([[Blob(_bytes(held.plain))]], 0, held.mean, kind)
     coded = _coded(held)
     layout = [x for leaf in coded.leaves for piece in leaf for x in piece]
@@ -423,7 +468,7 @@ def _understand(held: _Held, message: torch.Tensor, source: int, coder: Coder) -
     contributions, (is_coded, *rest) = unpack_numbered(message, source)
     if not is_coded:
         values, (mean, kind) = contributions[0][0].data, rest
-        held.plain, held.mean = values.clone().view(_PLAIN_KINDS[kind]).to(coder.home), bool(mean)
+        held.values, held.mean = values.clone().view(_PLAIN_KINDS[kind]).to(coder.home), bool(mean)
         return
     number, summed, shift, mean, *layout = rest
     pieces = [Piece(*layout[i : i + 3]) for i in range(0, len(layout), 3)]
@@ -431,6 +476,12 @@ def _understand(held: _Held, message: torch.Tensor, source: int, coder: Coder) -
     leaves = [tuple(pieces[i : i + each]) for i in range(0, len(pieces), each)]
     held.coded = _Coded(leaves, contributions, How("", number, summed, shift, bool(mean)))
     held.shift = shift
+
+
+def _to_others(coded: _Coded, group: Members) -> list[torch.Tensor | None]:
+    """The same message for every other member."""
+    message = pack(coded.contributions) if group.size > 1 else None
+    return [None if i == group.rank else message for i in range(group.size)]
 
 
 def _present(part: torch.Tensor | None) -> torch.Tensor:

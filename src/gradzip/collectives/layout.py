@@ -86,7 +86,6 @@ def subviews(targets: Sequence[torch.Tensor], layout: Layout, leaf: Layout) -> l
     return [t[p.start - w.start : p.stop - w.start] for t, w, p in zip(targets, layout, leaf)]
 
 
-def select(flat: torch.Tensor, layout: Layout, leaf: Layout) -> torch.Tensor:
-    """The values of `leaf` out of those of `layout`; a view where they lie together."""
-    found = views(flat, layout, leaf)
-    return found[0] if len(found) == 1 else torch.cat(found)
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat tensors in one, which is a copy unless there is but one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -27,7 +27,7 @@ from .blobs import Blob
 from .channel import Channel
 from .coder import TensorCoder, cuttable, finite, flatten, unflatten
 from .executor import AllReduce, Executor, How, Parts, Steps
-from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, numel
+from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
 from .pipeline import Agreement, Job
 
 FACTORS, ALLREDUCE = "factors", "allreduce"
@@ -212,7 +212,7 @@ def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[
 def _sum16(codec: Cast, layout: Layout, coder: TensorCoder, world: int) -> Steps:
     """`cast` by allreduce: torch's own sum, in 16 bits."""
     half = coder.scratch(numel(layout), codec.dtype)
-    torch.mul(coder.load(layout), 1 / world, out=half)  # divided before, or fp16 overflows
+    torch.mul(joined(coder.load(layout)), 1 / world, out=half)  # divided before, or fp16 overflows
     coder.note_sent(layout, half, world)
     (total,) = yield AllReduce(half)
     assert total is not None
@@ -322,9 +322,9 @@ class _Plain:
         self.dtype, self.home = flat.dtype, flat.device
         self.layout: Layout = (Piece(0, 0, flat.numel()),)
 
-    def load(self, layout: Layout) -> torch.Tensor:
+    def load(self, layout: Layout) -> list[torch.Tensor]:
         (piece,) = layout
-        return self._flat[piece.start : piece.stop]
+        return [self._flat[piece.start : piece.stop]]
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None:
         (piece,) = layout
@@ -339,11 +339,11 @@ class _Plain:
     def bound(self, leaf: Layout) -> int:
         raise AssertionError("plain values are not coded")
 
-    def encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
         raise AssertionError("plain values are not coded")
 
-    def decode(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
         raise AssertionError("plain values are not coded")
 
-    def hop(self, leaf: Layout, blob: Blob, values: torch.Tensor, how: How) -> Blob:
+    def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         raise AssertionError("plain values are not coded")

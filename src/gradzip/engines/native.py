@@ -259,9 +259,9 @@ def sum_frames(
         if isinstance(part, torch.Tensor):
             packed += _PART.pack(part.data_ptr(), part.numel(), 0)
         else:
-            addresses = struct.pack(f"<{len(part)}Q", *(x.data_ptr() for x in part))
+            addresses = (ctypes.c_uint64 * len(part))(*(x.data_ptr() for x in part))
             kept.append(addresses)
-            packed += _PART.pack(0, 0, ctypes.cast(addresses, ctypes.c_void_p).value or 0)
+            packed += _PART.pack(0, 0, ctypes.addressof(addresses))
     failed = ctypes.c_uint64()
     code = _library.gz_sum_frames(
         ctypes.byref(_job(outs[0].dtype, job)), bytes(packed), len(parts), pieces, len(outs), codec, add, _threads,
