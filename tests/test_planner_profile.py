@@ -36,10 +36,12 @@ def test_a_fit_is_never_negative() -> None:
     assert Line.fit([(4.0, 2.0)]).at(8.0) == 4.0
 
 
-def test_small_and_large_sizes_weigh_the_same() -> None:
-    """A fit of absolute errors would ignore the small message, where latency shows."""
+def test_small_sizes_tell_the_latency_and_large_ones_the_rate() -> None:
     points = [(1e3, 1e-3), (1e8, 1.0), (2e8, 2.2)]
     assert Line.fit(points).at(1e3) == pytest.approx(1e-3, rel=0.1)
+    hiccup = [(4e3, 12e-3), (5e5, 11e-3), (2e6, 27e-3), (8e6, 113e-3)]
+    assert Line.fit(hiccup).s_per_byte == pytest.approx(86e-3 / 6e6)
+    assert Line.fit(hiccup).residual < 0.1
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def verdict(found: Answer, limit: float | None) -> list[str]:
     else:
         lines.append(
             f"do not compress: the best plan has {100 * found.gain:.1f} % more speed than plain all-reduce "
-            f"({found.plain_s * 1e3:.1f} ms), which is no more than 1 % or the uncertainty of {off:.1f} %"
+            f"({found.plain_s * 1e3:.1f} ms), which is no more than 1 %, or than twice the uncertainty of {off:.1f} %"
         )
     if limit is None:
         lines.append("no bandwidth is low enough for compression to pay with these codecs")

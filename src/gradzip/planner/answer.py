@@ -17,6 +17,7 @@ from .timeline import CPU, GPU, INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, Timeli
 from .units import DDP_BUCKET, Unit, buckets, tensors
 
 LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
+SURE = 2.0  # standard deviations of the prediction that a plan must gain
 BUCKETS_MB = (5, 10, 25, 50, 100)
 SLOWEST, FASTEST = 10e6, 3.2e12  # bit/s; where the break-even bandwidth is looked for
 
@@ -73,7 +74,7 @@ class Answer:
     @property
     def pays(self) -> bool:
         """Compression gains more than the prediction may be off."""
-        return self.gain > max(LEAST_GAIN, self.uncertainty)
+        return self.gain > max(LEAST_GAIN, SURE * self.uncertainty)
 
     def speedup_over(self, name: str) -> float | None:
         times = [b.step_s for b in self.baselines if b.name.startswith(name)]
@@ -126,10 +127,24 @@ def answer(request: Request, *, hipress_least: int | None = None) -> Answer:
         found,
         problem.timeline(found.plan),
         step_s,
-        problem.uncertainty(found.plan),
+        max(problem.uncertainty(found.plan), missed(request)),
         tuple(compared),
         tuple(problem.network.assumptions),
     )
+
+
+def missed(request: Request) -> float:
+    """By how much the model misses the one thing that the profile knows: the step without compression as it was run.
+
+    Relative to the step; 0 where the profile does not say.
+    """
+    profile = request.profile
+    if profile.exposed_s is None:
+        return 0.0
+    there = replace(request, topology=Topology.of(profile), bucket_bytes=profile.bucket_bytes or request.bucket_bytes)
+    plain = replace(there, limits=Limits(codecs=())).problem()
+    exposed_s = plain.plain_s - plain.outside_s - profile.backward_s
+    return abs(exposed_s - profile.exposed_s) / (plain.outside_s + profile.backward_s + profile.exposed_s)
 
 
 def best_bucket(request: Request) -> tuple[int, float]:

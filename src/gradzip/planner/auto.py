@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,9 @@ from ..plan import Plan
 from ..policy import Fixed
 from .answer import Request, answer
 from .choices import Limits
-from .measure import DEFAULT_CODECS, WARM
-from .measure.coding import measure_codecs, measure_copies
+from .measure import DEFAULT_CODECS, WARM, benchmarks
 from .measure.record import Recorder
-from .measure.wire import measure_network, own_group
+from .measure.wire import own_group
 from .network import Topology
 from .profile import Profile
 from .units import DDP_BUCKET
@@ -99,6 +99,7 @@ class Pilot:
         self._say_to = say or (lambda text: print(f"gradzip auto: {text}", file=sys.stderr, flush=True))
         self._recorder = Recorder(model)
         self._benchmarks: dict[str, Any] = {}
+        self._measured_s = 0.0  # what measuring cost the run
         self._steps = 0
         self._checked_at: int | None = None
         self._rank = dist.get_rank(model.process_group)
@@ -131,9 +132,9 @@ class Pilot:
     def _before_step(self, *_: Any) -> None:
         self._recorder.backward_is_over()
         if self._steps == WARM:
-            coding = measure_codecs(self.model, self.optimizer, self.auto.offered(), self._say)
-            network = measure_network(self.model.process_group)
-            self._benchmarks = {"codecs": coding, "copies": measure_copies(self._recorder.device), **network}
+            begin = time.perf_counter()
+            self._benchmarks = benchmarks(self.model, self.optimizer, self.auto.offered(), self._say)
+            self._measured_s = time.perf_counter() - begin
 
     def _after_step(self, *_: Any) -> None:
         self._recorder.end_step(count=self._counts())
@@ -163,7 +164,7 @@ class Pilot:
             self._recorder.forget()
         else:
             self.end()
-        self._say(f"from step {self._steps} on: {said['words']}")
+        self._say(f"from step {self._steps} on: {said['words']}; measuring took {self._measured_s:.1f} s")
 
     def _planned(self) -> dict[str, Any]:
         """On rank 0: the plan, whether it pays, and that in words."""

@@ -24,6 +24,7 @@ Amount = npt.NDArray[np.float64]  # a factor for each feature
 # of what ranks chose.
 FEATURES = ("one", "tensors", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
 HEADER_BYTES = 32.0  # of a frame
+EXCHANGES = 2  # of the route on which the cost of a chunk was measured
 DEALT = Route.parse("rs.flat > ag.flat")
 
 
@@ -198,8 +199,9 @@ class _Walk:
             self.add(f"{kind}.{group}", cost.resources, seconds, cost.source)
             return
         # While messages are under way others use the link, and what they take of the processor coding cannot have.
-        if cost.cpu_s or cost.cpu_s_per_byte:
-            seconds = (amount(one=cost.cpu_s) + cost.cpu_s_per_byte * held) / network.cores
+        once = max(cost.cpu_s, self.profile.chunk_s / EXCHANGES)
+        if once or cost.cpu_s_per_byte:
+            seconds = (amount(one=once) + cost.cpu_s_per_byte * held) / network.cores
             self.add("sockets", CPU, seconds, f"cpu {cost.source}")
         self.add(f"{kind}.{group}", cost.resources, cost.s_per_byte * held, cost.source)
         self.add("latency", 0, amount(one=max(0.0, cost.latency_s - cost.cpu_s / network.cores)), cost.source)

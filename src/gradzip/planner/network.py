@@ -1,12 +1,11 @@
 """What collectives cost on a cluster of any shape and rate, from what they cost where they were measured.
 
 A measured line (latency + seconds per byte) is taken apart: its latency by the number of rounds of the collective, its
-slope into the time on the wire, which follows from the link's rate, and the rest. What that rest is cannot be told from
-one rate: work of the hosts, which stays on a faster link, or use of the link that is no better on a slower one. So the
-larger of both is taken. Put together again for other groups and rates it predicts what was not measured.
-
-What a collective takes of the processors was measured as well. It is the same at every rate, and where ranks share
-cores it is what limits them on a fast link.
+slope into the time on the wire, which follows from the link's rate, and the rest. Put together again for other groups
+and rates it predicts what was not measured. The rest is use of the link that is no better at another rate. Where it is
+not known what a collective takes of the processors, it may as well be work of theirs, which stays on a faster link; the
+larger of both is taken then. Where it was measured, it is the same at every rate, goes on beside the wire's, and limits
+fast links whose ranks share cores.
 
 Wire bytes are those of the busiest direction of a link, for each byte that a rank puts in. A network card serves all
 ranks of its host.
@@ -106,7 +105,7 @@ class Network:
         there = Topology.of(self.profile)
         bytes_there = wire_factor(kind, measured.peers, transport)
         wire_there = _wire_s(kind, measured.group, there, self._there, transport, there.ranks_per_host)
-        host_s_per_wire_byte = max(0.0, line.s_per_byte - wire_there) / bytes_there
+        rest = max(0.0, line.s_per_byte - wire_there) / bytes_there if measured.cpu is None else 0.0
         slower = max(1.0, line.s_per_byte / wire_there)
         wire_here = _wire_s(kind, group, topology, self._here, transport, active)
         peers = topology.size(group)
@@ -116,7 +115,7 @@ class Network:
         return Cost(
             _resources(kind, group, topology, transport),
             line.latency_s * more_rounds,
-            max(wire_here * slower, wire_here + host_s_per_wire_byte * wire_factor(kind, peers, transport)),
+            max(wire_here * slower, wire_here + rest * wire_factor(kind, peers, transport)),
             f"{measured.kind}.{measured.group}",
             cpu.latency_s * more_rounds,
             cpu.s_per_byte * more_bytes,

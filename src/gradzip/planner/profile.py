@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = latency_s + s_per_byte * bytes; `residual` is the relative error of that, as a root mean square."""
+    """seconds = latency_s + s_per_byte * bytes; `residual` is how far off that is, relative to the times measured."""
 
     latency_s: float
     s_per_byte: float
@@ -38,23 +39,25 @@ class Line:
 
     @classmethod
     def fit(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """The line with the smallest relative errors that is nowhere negative."""
-        if len(points) == 1:
-            size, seconds = points[0]
-            return cls(0.0, seconds / size) if size else cls(seconds, 0.0)
-        a = b = 0.0
-        rows = [(1 / max(t, 1e-12), x / max(t, 1e-12)) for x, t in points]  # a*u + b*v = 1
-        uu, uv, vv = sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows)
-        su, sv = sum(u for u, _ in rows), sum(v for _, v in rows)
-        determinant = uu * vv - uv * uv
-        if determinant > 1e-12 * uu * vv:
-            a, b = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
-        if determinant <= 1e-12 * uu * vv or b < 0:
-            a, b = su / uu, 0.0
-        elif a < 0:
-            a, b = 0.0, sv / vv
-        residual = math.sqrt(sum((a * u + b * v - 1) ** 2 for u, v in rows) / len(rows))
-        return cls(a, b, residual)
+        """The slope between the two largest sizes, and the least that it leaves: delays only ever add to small ones.
+
+        Least squares would let a hiccup of a small message, which is nothing, change what large ones are said to take.
+        """
+        (size, seconds), *smaller = sorted(points, reverse=True)
+        slope = 0.0
+        if not smaller:
+            latency, slope = (0.0, seconds / size) if size else (seconds, 0.0)
+        else:
+            before, sooner = next((point for point in smaller if point[0] < size), (size, seconds))
+            slope = max(0.0, (seconds - sooner) / (size - before)) if before < size else 0.0
+            left = [t - slope * x for x, t in points]
+            latency = min((rest for rest in left if rest >= 0), default=0.0)
+            if not slope:
+                latency = statistics.median(t for _, t in points)
+            elif max(left) < 0:
+                slope = seconds / size
+        off = sum((latency + slope * x - t) ** 2 for x, t in points)
+        return cls(latency, slope, math.sqrt(off / max(sum(t * t for _, t in points), 1e-300)))
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class Profile:
     copies: Mapping[str, Curve] = field(default_factory=dict)  # host_to_device, device_to_host
     step_s: float | None = None  # a whole step, as it was run
     exposed_s: float | None = None  # of the exchange that was measured, what backward did not hide
-    cores_per_rank: float | None = None  # where several ranks share a machine, less than it has; None: enough
+    chunk_s: float = 0.0  # of a core, that the runtime's threads take for each chunk beside coding
+    cores_per_rank: float | None = None  # that a thread gets while all ranks are at work; None: a whole one
     bucket_bytes: int | None = None  # DDP's bucket_cap_mb in that run
     steps: int = 0  # how many were measured
     origin: Mapping[str, str] = field(default_factory=dict)  # what was measured and what was computed, in words
@@ -189,6 +193,7 @@ class Profile:
             "optimizer_s": self.optimizer_s,
             "step_s": self.step_s,
             "exposed_s": self.exposed_s,
+            "chunk_s": self.chunk_s,
             "cores_per_rank": self.cores_per_rank,
             "bucket_bytes": self.bucket_bytes,
             "links": {
@@ -258,6 +263,7 @@ class Profile:
             copies={n: r.curve() for n, r in top.entries("copies", ("host_to_device", "device_to_host"))},
             step_s=top.optional("step_s"),
             exposed_s=None if top.data.get("exposed_s") is None else top.number("exposed_s"),
+            chunk_s=top.number("chunk_s"),
             cores_per_rank=top.optional("cores_per_rank"),
             bucket_bytes=None if top.data.get("bucket_bytes") is None else top.count("bucket_bytes"),
             steps=top.count("steps", 0),

@@ -4,6 +4,7 @@
     record      when gradients become ready, and how long forward, backward and the optimizer take
     coding      what codecs cost, and save, on the script's own gradients
     wire        what collectives cost on the script's own ranks
+    pipeline    what the runtime's threads cost
 
 All ranks count their optimizer steps, so all of them start the benchmarks at the same one.
 """
@@ -14,6 +15,7 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..profile import Profile
 from .coding import measure_codecs, measure_copies
+from .pipeline import measure_chunk
 from .record import Recorder
 from .wire import measure_network
 
@@ -62,6 +65,23 @@ def install(settings: Settings) -> None:
     register_optimizer_step_pre_hook(lambda optimizer, *_: session.before_step(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, *_: session.after_step(optimizer))
     atexit.register(session.end)
+
+
+def benchmarks(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    codecs: Sequence[str],
+    say: Callable[[str], None],
+    inter_bits_per_s: float | None = None,
+) -> dict[str, Any]:
+    """What a profile holds beside the times of steps. Call it on all ranks after the same backward."""
+    device = next(model.parameters()).device
+    return {
+        "codecs": measure_codecs(model, optimizer, codecs, say),
+        "copies": measure_copies(device),
+        "chunk_s": measure_chunk(model.process_group, device),
+        **measure_network(model.process_group, inter_bits_per_s),
+    }
 
 
 class _Session:
@@ -108,9 +128,8 @@ class _Session:
         assert self.recorder is not None
         model = self.recorder.model
         self._say(f"measuring codecs and network on {dist.get_world_size(model.process_group)} ranks")
-        coding = measure_codecs(model, optimizer, self.settings.codecs, self._say)
-        wire = measure_network(model.process_group, self.settings.inter_bits_per_s)
-        self.benchmarks = {"codecs": coding, "copies": measure_copies(self.recorder.device), **wire}
+        nominal = self.settings.inter_bits_per_s
+        self.benchmarks = benchmarks(model, optimizer, self.settings.codecs, self._say, nominal)
 
     def end(self) -> None:
         """Writes what there is; also when the script ends early."""
@@ -136,4 +155,4 @@ class _Session:
             print(f"gradzip profile: {text}", file=sys.stderr, flush=True)
 
 
-__all__ = ["DEFAULT_CODECS", "VARIABLE", "Settings", "install"]
+__all__ = ["DEFAULT_CODECS", "VARIABLE", "Settings", "benchmarks", "install"]

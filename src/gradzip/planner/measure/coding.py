@@ -72,7 +72,7 @@ def _cost(codec: Codec, gradients: Sequence[Gradient], optimizer: torch.optim.Op
         for device in ("cpu", "gpu") if own == {"cuda"} else ("cpu",):
             place = torch.device("cpu") if device == "cpu" else gradient.device
             flat, floor = flatten(gradient, parameter).to(place), _moved(floors.get(parameter), place)
-            encode[device], decode[device] = _curves(_Stand(codec, device, place, world), name, flat, floor)
+            encode[device], decode[device] = _curves(Stand(codec, device, place, world), name, flat, floor)
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
     return CodecCost(codec, raw / payload, encode, decode, ratios, grows=isinstance(codec, SparseFrame))
@@ -150,7 +150,7 @@ def _copy(part: torch.Tensor, size: int) -> torch.Tensor:
     return buffer
 
 
-class _Stand:
+class Stand:
     """Sends messages of one codec, coded on one device, to the mirror."""
 
     def __init__(self, codec: Codec, device: str, place: torch.device, world: int) -> None:
@@ -194,7 +194,7 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _curves(stand: _Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
+def _curves(stand: Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
     """Encoding is the first stage of a message, decoding the last one."""
     world = stand.world
 
@@ -222,7 +222,7 @@ def _curves(stand: _Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[C
 def _low_rank(codec: Codec, gradients: Sequence[Gradient], world: int) -> CodecCost:
     """All rounds together, without the averages; a third of it is charged before, between and after them."""
     device = "gpu" if gradients[0][2].is_cuda else "cpu"
-    stand = _Stand(codec, device, gradients[0][2].device, world)
+    stand = Stand(codec, device, gradients[0][2].device, world)
     ratios = {}
     for name, _, gradient in gradients:
         stand.mirror.sent = 0

@@ -6,12 +6,9 @@ seconds on slow networks too.
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +18,11 @@ from ...collectives import Topology
 from ..network import BITS, wire_factor
 from ..profile import Collective, Curve, Link
 
-SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)  # bytes that each rank puts in
+SIZES = (4 << 10, 512 << 10, 2 << 20, 8 << 20)  # bytes that each rank puts in
 ROUNDS = 3
+LONG_S = 0.5  # a call of that length is not repeated
 ENOUGH_S = 0.05  # a call of that length tells the rate; larger sizes are left out then
+AT_WORK_S = 0.3
 KINDS = ("ar", "rs", "ag", "a2a", "red", "gat", "bc")
 ITEM = 4  # bytes of a value
 
@@ -83,13 +82,12 @@ def _measure(bench: _Bench, nominal_bits_per_s: float | None) -> dict[str, Any]:
 
 
 def _cores_per_rank(bench: _Bench) -> float:
-    """What the busiest machine has for each of its ranks; emulated hosts share one machine."""
-    machine = Path("/proc/sys/kernel/random/boot_id")
-    own = machine.read_text().strip() if machine.exists() else socket.gethostname()
-    everybody: list[Any] = [None] * bench.topology.world
-    dist.all_gather_object(everybody, (own, len(os.sched_getaffinity(0))), group=bench.wire)
-    names = [name for name, _ in everybody]
-    return float(min(cores / names.count(name) for name, cores in everybody))
+    """The part of a core that a thread of a rank gets while all ranks are at work: emulated hosts share a machine."""
+    dist.barrier(bench.wire)
+    begin, worked = time.perf_counter(), time.thread_time()
+    while (passed := time.perf_counter() - begin) < AT_WORK_S:
+        pass
+    return min(1.0, bench.mean((time.thread_time() - worked) / passed))
 
 
 def _rate(measured: Collective, share: int) -> float:
@@ -100,54 +98,60 @@ def _rate(measured: Collective, share: int) -> float:
 
 def _collective(bench: _Bench, kind: str, name: str, where: str) -> Collective:
     wall, cpu = list[tuple[float, float]](), list[tuple[float, float]]()
+    device = "cuda" if dist.get_backend(bench.plain) == "nccl" and kind == "ar" and where == "flat" else "cpu"
+    members = bench.topology.groups()[where].size
     for size in SIZES:
-        times = [_timed(bench, kind, where, size) for _ in range(ROUNDS)]
-        seconds, worked = (statistics.median(column) for column in zip(*times))
+        whole, room = torch.zeros(size // ITEM, device=device), torch.zeros(members * size // ITEM)
+        times = [_timed(bench, kind, where, whole, room)]
+        while len(times) <= ROUNDS and times[-1][0] < LONG_S:  # the first one warms up, if there is time for more
+            times.append(_timed(bench, kind, where, whole, room))
+        seconds, worked = (statistics.median(column) for column in zip(*(times[1:] or times)))
         wall.append((float(size), seconds))
         cpu.append((float(size), worked))
         if seconds > ENOUGH_S:
             break
-    return Collective(kind, name, bench.topology.groups()[where].size, Curve(tuple(wall)), Curve(tuple(cpu)))
+    return Collective(kind, name, members, Curve(tuple(wall)), Curve(tuple(cpu)))
 
 
-def _timed(bench: _Bench, kind: str, where: str, size: int) -> tuple[float, float]:
+def _timed(bench: _Bench, kind: str, where: str, whole: torch.Tensor, room: torch.Tensor) -> tuple[float, float]:
     """Seconds until the slowest rank is through, and those that a rank's processor worked, on average."""
-    whole = torch.zeros(size // ITEM)
-    device = "cuda" if dist.get_backend(bench.plain) == "nccl" else "cpu"
-    own = whole.to(device) if kind == "ar" and where == "flat" else whole
     dist.barrier(bench.wire)
     begin, worked = time.perf_counter(), time.process_time()
     if kind == "ar" and where == "flat":
-        dist.all_reduce(own, group=bench.plain)
-        if device == "cuda":
+        dist.all_reduce(whole, group=bench.plain)
+        if whole.is_cuda:
             torch.cuda.synchronize()
     elif kind == "ar":
-        _exchange(bench, "rs", where, whole)
-        _exchange(bench, "ag", where, whole[: whole.numel() // bench.topology.groups()[where].size])
+        _exchange(bench, "rs", where, whole, room)
+        _exchange(bench, "ag", where, whole[: whole.numel() // bench.topology.groups()[where].size], room)
     else:
-        _exchange(bench, kind, where, whole)
-    return bench.slowest(time.perf_counter() - begin), bench.mean(time.process_time() - worked)
+        _exchange(bench, kind, where, whole, room)
+    seconds, worked = time.perf_counter() - begin, time.process_time() - worked
+    return bench.slowest(seconds), bench.mean(worked)
 
 
-def _exchange(bench: _Bench, kind: str, where: str, whole: torch.Tensor) -> None:
+def _exchange(bench: _Bench, kind: str, where: str, whole: torch.Tensor, room: torch.Tensor) -> None:
     """Data from rank to rank as a step of that kind sends it; sums are formed where a step forms them."""
     members = bench.topology.groups()[where]
     others = [rank for rank in members.ranks if rank != bench.rank]
     first = members.ranks[0]
-    data = whole[: max(1, whole.numel() // members.size)] if kind in ("rs", "a2a") else whole
     to = of = others
     if kind in ("red", "gat"):
         to, of = ([first], []) if bench.rank != first else ([], others)
     elif kind == "bc":
         to, of = (others, []) if bench.rank == first else ([], [first])
-    received = [torch.empty_like(data) for _ in of]
+    dealt = kind in ("rs", "a2a")
+    size = max(1, whole.numel() // members.size) if dealt else whole.numel()
+    received = [room[i * size : (i + 1) * size] for i in range(len(of))]
     # Every receive is there before the first send; all works are kept until they are waited for.
     works = [dist.irecv(into, group=bench.wire, group_src=rank) for rank, into in zip(of, received)]
-    works += [dist.isend(data, group=bench.wire, group_dst=rank) for rank in to]
+    for number, rank in enumerate(to):
+        data = whole[number * size : (number + 1) * size] if dealt and whole.numel() >= members.size else whole[:size]
+        works.append(dist.isend(data, group=bench.wire, group_dst=rank))
     for work in works:
         if work is not None:
             work.wait()
     if kind in ("rs", "red"):
-        total = data.clone()
+        total = whole[:size].clone()
         for part in received:
             total += part
