@@ -10,6 +10,7 @@ struct TableRoom {
     u32 level[2][516];    // weights of one level of package-merge and the next
     u16 place[8][257];    // where each leaf stands in a level's list
     u32 histogram[8][256];
+    u32 tally[8][10];     // symbols of each length, by warp
     u32 sums[16];
     u8 length[257];
 };
@@ -171,37 +172,118 @@ DEVICE void code_lengths(TableRoom& room, int limit) {
     __syncthreads();
 }
 
-// Whether the lengths leave a power of two to the escape; its length goes to room.length[256].
-DEVICE bool complete(TableRoom& room) {
-    u32 s = threadIdx.x, length = room.length[s];
-    u32 too_long = group_sum(length > 8, room.sums);
-    u32 used = group_sum(length && length <= 8 ? 256u >> length : 0, room.sums);
-    u32 left = 256 - used;
-    bool good = !too_long && used < 256 && (left & (left - 1)) == 0;
-    __syncthreads();
-    if (s == 0) room.length[256] = (u8)(good ? 8 - (31 - __clz((int)left)) : 0);  // no code: the escape alone
-    if (!good) room.length[s] = 0;
-    __syncthreads();
-    return good;
-}
-
 // A code and its length, the code's first bit lowest.
 DEVICE u32 reversed(u32 code, u32 length) { return length ? __brev(code) >> (32 - length) : 0; }
 // The same as the encoder wants it: the code in the uppermost bits.
 DEVICE u32 entry_of(u32 code, u32 length) { return length ? reversed(code, length) << (32 - length) | length : 0; }
 
-// This thread's symbol's canonical code, and the escape's, not reversed.
-DEVICE void canonical(TableRoom& room, u32* code, u32* escape_code) {
-    u32 length = room.length[threadIdx.x], escape = room.length[256];
-    u32 next = 0;
-    *code = *escape_code = 0;
-    for (u32 l = 1; l <= 8; l++) {
-        u32 rank = group_rank(length == l, room.sums);
-        u32 count = group_sum(length == l, room.sums + 8);
-        if (length == l) *code = next + rank;
-        if (escape == l) *escape_code = next + count;
-        next = (next + count + (escape == l)) << 1;
+// A thread's symbol's code, and the escape's; not reversed.
+struct Codes {
+    u32 length, code, escape_length, escape_code;
+    bool complete;  // whether the lengths leave a power of two to the escape; else there is no code but the escape
+};
+
+// Of room.length, which is cleared if it is no complete code.
+DEVICE Codes canonical(TableRoom& room) {
+    u32 s = threadIdx.x, warp = s >> 5, length = room.length[s], rank = 0;
+    for (u32 l = 1; l <= 9; l++) {  // 9 stands for all that are too long
+        u32 votes = __ballot_sync(kAll, l == 9 ? length > 8 : length == l);
+        if (length == l) rank = (u32)__popc(votes & lower_lanes());
+        if (lane_id() == l) room.tally[warp][l] = (u32)__popc(votes);
     }
+    __syncthreads();
+    u32 count[10], used = 0;
+#pragma unroll
+    for (u32 l = 1; l <= 9; l++) {
+        count[l] = 0;
+#pragma unroll
+        for (u32 w = 0; w < 8; w++) {
+            if (l == length && w == warp) rank += count[l];
+            count[l] += room.tally[w][l];
+        }
+        used += count[l] * (256u >> l);
+    }
+    u32 left = 256 - used;
+    Codes c = {0, 0, 0, 0, !count[9] && used < 256 && (left & (left - 1)) == 0};
+    if (c.complete) c.length = length, c.escape_length = 8 - (31 - (u32)__clz((int)left));
+    u32 next = 0;
+#pragma unroll
+    for (u32 l = 1; l <= 8; l++) {
+        if (c.length == l) c.code = next + rank;
+        if (c.escape_length == l) c.escape_code = next + count[l];
+        next = (next + count[l] + (c.escape_length == l)) << 1;
+    }
+    room.length[s] = (u8)c.length;
+    __syncthreads();
+    return c;
+}
+
+// What the encoder gets of them.
+DEVICE void write_codes(const Codes& c, u32* codes) {
+    codes[threadIdx.x] = c.length ? entry_of(c.code, c.length) : 0;
+    if (threadIdx.x == 0) codes[256] = entry_of(c.escape_code, c.escape_length);
+}
+
+// What the decoder gets of them: symbol | length << 9 for each value of a state's low 8 bits.
+DEVICE void write_lookup(const Codes& c, u32* lookup) {
+    u32 s = threadIdx.x;
+    // A code of l bits stands for every value of the low 8 bits that begins with it.
+    if (c.length)
+        for (u32 v = reversed(c.code, c.length); v < 256; v += 1u << c.length) lookup[v] = s | c.length << 9;
+    if (s < (256u >> c.escape_length))
+        lookup[reversed(c.escape_code, c.escape_length) + (s << c.escape_length)] = 256 | c.escape_length << 9;
+}
+
+// The code lengths that a segment is encoded with, to room.length.
+template <class F, int CODING, int FLOOR, bool KEEP>
+DEVICE void choose_lengths(const Args& a, const Tensor& t, u64 segment, TableRoom& room) {
+    u32 s = threadIdx.x;
+    if (t.lengths) {
+        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
+    } else if (t.tables) {
+        u32 nibbles = pointer<const u8>(t.tables)[8 + segment * 128 + s / 2];
+        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
+    } else {
+        sample_segment<F, CODING, FLOOR, KEEP>(a, t, segment, room);
+        code_lengths(room, a.limit);
+    }
+    __syncthreads();
+}
+
+// A segment's table as it is stored; and the body's head, with the first.
+template <int CODING>
+DEVICE void store_table(const Args& a, const Tensor& t, u64 segment, const TableRoom& room) {
+    u32 s = threadIdx.x;
+    u8* body = pointer<u8>(t.body);
+    if (!a.book && s < 128) body[8 + segment * 128 + s] = (u8)(room.length[2 * s] | room.length[2 * s + 1] << 4);
+    if (segment == 0 && s == 0) {
+        u32* words = (u32*)body;
+        words[0] = (u32)CODING | (a.book != 0) << 8;
+        words[1] = (u32)a.book;
+    }
+}
+
+// The code lengths that a segment was encoded with, to room.length.
+DEVICE void read_lengths(const Tensor& t, u64 segment, TableRoom& room) {
+    u32 s = threadIdx.x;
+    if (t.lengths) {
+        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
+    } else {
+        u32 nibbles = pointer<const u8>(t.body)[8 + segment * 128 + s / 2];
+        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
+    }
+    __syncthreads();
+}
+
+// What is wrong with a body's head, for a decoder of this coding.
+DEVICE u32 check_head(const Args& a, const Tensor& t) {
+    const u32* words = pointer<const u32>(t.body);
+    u32 head = words[0], book = words[1];
+    bool wrong = t.lengths ? (head >> 8) != 1 || book == 0 : (head >> 8) != 0 || book != 0;
+    if (wrong || (head & 255) > 2) return kBadHead;
+    if ((head & 255) != (u32)a.coding) return (u32)kOtherCoding | (head & 255) << 16;
+    bool padded = blocks_of(t.numel) % 2 && words[blocks_offset(t.numel, t.lengths != 0) / 4 - 1] >> 16;
+    return padded ? (u32)kBadIndexPadding : 0;
 }
 
 // --- Kernels -------------------------------------------------------------------------------------------------------
@@ -213,79 +295,40 @@ DEVICE void plan_segment(const Args& a) {
     u32 number = blockIdx.x, s = threadIdx.x;
     const Tensor& t = a.tensor[tensor_of_segment(a, number)];
     u64 segment = number - t.first_segment;
-    for (u32 g = number * 256 + s; g < (u32)a.groups; g += gridDim.x * 256) pointer<u64>(a.progress)[g] = 0;
-    if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
     if (a.counts) {
         sample_segment<F, CODING, FLOOR, KEEP>(a, t, segment, room);
         pointer<u32>(a.counts)[number * 256 + s] = room.count[s];
         return;
     }
-    if (t.lengths) {
-        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
-    } else if (t.tables) {
-        u32 nibbles = pointer<const u8>(t.tables)[8 + segment * 128 + s / 2];
-        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
-    } else {
-        sample_segment<F, CODING, FLOOR, KEEP>(a, t, segment, room);
-        code_lengths(room, a.limit);
-    }
-    __syncthreads();
-    if (!complete(room) && s == 0) atomicOr(pointer<u32>(a.status), (u32)kBadTable);
-    u32 code, escape_code;
-    canonical(room, &code, &escape_code);
-    u32* codes = pointer<u32>(a.codes) + number * kCodeStride;
-    u32 length = room.length[s], escape = room.length[256];
-    codes[s] = length ? entry_of(code, length) : 0;
-    if (s == 0) codes[256] = entry_of(escape_code, escape);
-    u8* body = pointer<u8>(t.body);
-    if (!a.book && s < 128) body[8 + segment * 128 + s] = (u8)(room.length[2 * s] | room.length[2 * s + 1] << 4);
-    if (segment == 0 && s == 0) {
-        u32* words = (u32*)body;
-        words[0] = (u32)CODING | (a.book != 0) << 8;
-        words[1] = (u32)a.book;
-        // The last word of the index may be half padding; its block overwrites the other half.
-        words[blocks_offset(t.numel, a.book) / 4 - 1] = 0;
-    }
+    for (u32 g = number * 256 + s; g < (u32)a.groups; g += gridDim.x * 256) pointer<u64>(a.progress)[g] = 0;
+    if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
+    choose_lengths<F, CODING, FLOOR, KEEP>(a, t, segment, room);
+    Codes c = canonical(room);
+    if (!c.complete && s == 0) atomicOr(pointer<u32>(a.status), (u32)kBadTable);
+    write_codes(c, pointer<u32>(a.codes) + number * kCodeStride);
+    store_table<CODING>(a, t, segment, room);
+    // The last word of the index may be half padding; its block overwrites the other half.
+    if (segment == 0 && s == 0) pointer<u32>(t.body)[blocks_offset(t.numel, a.book) / 4 - 1] = 0;
 }
 
-// Of one segment: its lookup table (symbol | length << 9 for each value of a state's low 8 bits) and its length in words.
+// Of one segment: its lookup table and its length in words.
 DEVICE void read_segment(const Args& a) {
     __shared__ TableRoom room;
     u32 number = blockIdx.x, s = threadIdx.x;
     const Tensor& t = a.tensor[tensor_of_segment(a, number)];
     u64 segment = number - t.first_segment, n_blocks = blocks_of(t.numel);
-    const u8* body = pointer<const u8>(t.body);
     u32* status = pointer<u32>(a.status);
     if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
-    if (t.lengths) {
-        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
-    } else {
-        u32 nibbles = body[8 + segment * 128 + s / 2];
-        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
-    }
-    __syncthreads();
-    if (!complete(room) && s == 0) atomicOr(status, (u32)kBadTable);
-    u32 code, escape_code;
-    canonical(room, &code, &escape_code);
-    u32 length = room.length[s], escape = room.length[256];
-    u32* lookup = pointer<u32>(a.codes) + number * 256;
-    // A code of l bits stands for every value of the low 8 bits that begins with it.
-    if (length)
-        for (u32 v = reversed(code, length); v < 256; v += 1u << length) lookup[v] = s | length << 9;
-    if (s < (256u >> escape)) lookup[reversed(escape_code, escape) + (s << escape)] = 256 | escape << 9;
+    read_lengths(t, segment, room);
+    Codes c = canonical(room);
+    if (!c.complete && s == 0) atomicOr(status, (u32)kBadTable);
+    write_lookup(c, pointer<u32>(a.codes) + number * 256);
 
-    u64 index_at = index_offset(t.numel, t.lengths != 0), block = segment * kSegmentBlocks + s;
-    u32 words = 0;
-    if (s < (u32)kSegmentBlocks && block < n_blocks)
-        words = (body[index_at + 2 * block] | body[index_at + 2 * block + 1] << 8) & 0x3fff;
+    const u16* index = pointer<const u16>(t.body + index_offset(t.numel, t.lengths != 0));
+    u64 block = segment * kSegmentBlocks + s;
+    u32 words = s < (u32)kSegmentBlocks && block < n_blocks ? index[block] & 0x3fff : 0;
     words = group_sum(words, room.sums);
     if (s == 0) pointer<u32>(a.words)[number] = words;
-    if (segment == 0 && s == 0) {
-        u32 head = *(const u32*)body, book = ((const u32*)body)[1];
-        bool wrong = t.lengths ? (head >> 8) != 1 || book == 0 : (head >> 8) != 0 || book != 0;
-        if (wrong || (head & 255) > 2) atomicOr(status, (u32)kBadHead);
-        else if ((head & 255) != (u32)a.coding) atomicOr(status, (u32)kOtherCoding | (head & 255) << 16);
-        u64 blocks_at = blocks_offset(t.numel, t.lengths != 0);
-        if (n_blocks % 2 && ((const u32*)body)[blocks_at / 4 - 1] >> 16) atomicOr(status, (u32)kBadIndexPadding);
-    }
+    if (segment == 0 && s == 0)
+        if (u32 fault = check_head(a, t)) atomicOr(status, fault);
 }
