@@ -1,4 +1,4 @@
-"""The same means as `exact`, for all workers at once: few large operations for a GPU instead of thousands of small ones.
+"""The same means as `exact`, for all workers at once: few large operations for a GPU instead of many small ones.
 
 Gradients of all W workers lie in one buffer of W rows. gcomp's modes and casts are arithmetic on it (rounding.py), and
 real frames are made at `probe` alone, which compares them with that arithmetic and gives their sizes. PowerSGD is the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class StackedWorkers:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, policy: Policy, world: int
     ) -> None:
         self.world, self.step = world, 0
+        self.sent = 0.0  # bytes that one worker has contributed so far, frames and all; gcomp's count as float32
         named = dict(model.named_parameters())
         if any(not p.is_contiguous() for p in named.values()):
             raise Unsupported("parameters must be contiguous here: keep channels_last to the activations")
@@ -98,6 +100,7 @@ class StackedWorkers:
             if codec.error_memory not in (None, "fp32"):
                 raise Unsupported(f"{codec}: residuals are kept in float32 here")
             by_codec.setdefault(codec, []).append(place)
+            self.sent += _payload(codec, place.shape)
         for codec, places in by_codec.items():
             if isinstance(codec, ELEMENTWISE):
                 self._elementwise(codec, places, ways, found if probe else None)
@@ -116,11 +119,6 @@ class StackedWorkers:
     def end_epoch(self) -> None:
         if isinstance(self.policy, Adaptive):
             self.policy.end_epoch()
-
-    def payload(self) -> float:
-        """Bytes that a worker contributes in the coming step, frames included; gcomp's count as float32 here."""
-        ways = self._ways.of(self.policy, 1.0)
-        return sum(_payload(ways[place.name].codec, place.shape) for place in self.places.values())
 
     def _keep(self, codec: Codec, start: int, stop: int, decoded: torch.Tensor) -> None:
         if self._residual is None:
@@ -322,6 +320,7 @@ def _same(frame: torch.Tensor, here: torch.Tensor, what: str) -> None:
         raise AssertionError(f"{what}: {int((frame != here).sum())} of {here.numel()} values differ from the codec's")
 
 
+@lru_cache(maxsize=4096)
 def _payload(codec: Codec, shape: torch.Size) -> float:
     if isinstance(codec, PowerSGD):
         return 4 * codec.sent(shape)

@@ -1,0 +1,134 @@
+"""CIFAR on the device: augmentation by indexing, and the nets of the papers in their CIFAR form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import data
+
+_MEAN = (0.4914, 0.4822, 0.4465)
+_SPREAD = (0.2470, 0.2435, 0.2616)
+_PAD = 4
+
+
+class Pictures:
+    """All pictures on the device as uint8; a batch is cut out, mirrored and normalised there."""
+
+    def __init__(self, root: Path, device: torch.device, classes: int = 10, limit: int | None = None) -> None:
+        arrays = {key: torch.from_numpy(value) for key, value in data.cifar(root, classes).items()}
+        if limit is not None:
+            arrays = {key: value[:limit] for key, value in arrays.items()}
+        self.x, self.y = (
+            F.pad(arrays["x_train"], (0, 0, _PAD, _PAD, _PAD, _PAD)).to(device),
+            arrays["y_train"].to(device),
+        )
+        self.x_test, self.y_test = arrays["x_test"].to(device), arrays["y_test"].to(device)
+        self._mean = torch.tensor(_MEAN, device=device) * 255
+        self._spread = torch.tensor(_SPREAD, device=device) * 255
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def batch(self, index: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random crops, half of them mirrored, of the pictures with these numbers."""
+        n, device = index.numel(), index.device
+        corner = torch.randint(2 * _PAD + 1, (2, n, 1), device=device, generator=rng)
+        mirrored = torch.rand(n, 1, device=device, generator=rng) < 0.5
+        line = torch.arange(32, device=device)
+        rows = corner[0] + line
+        columns = corner[1] + torch.where(mirrored, 31 - line, line)
+        return self._ready(self.x[index[:, None, None], rows[:, :, None], columns[:, None, :]]), self.y[index]
+
+    def _ready(self, pictures: torch.Tensor) -> torch.Tensor:
+        """(n, 3, 32, 32), channels last in memory."""
+        return ((pictures.float() - self._mean) / self._spread).permute(0, 3, 1, 2)
+
+    def test(self, size: int = 1000) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for x, y in zip(self.x_test.split(size), self.y_test.split(size)):
+            yield self._ready(x), y
+
+
+def _conv(inside: int, outside: int, stride: int = 1, kernel: int = 3) -> nn.Conv2d:
+    return nn.Conv2d(inside, outside, kernel, stride, kernel // 2, bias=False)
+
+
+class Block(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inside, outside, stride), nn.BatchNorm2d(outside)
+        self.conv2, self.bn2 = _conv(outside, outside), nn.BatchNorm2d(outside)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(_conv(inside, outside, stride, 1), nn.BatchNorm2d(outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+class SqueezeBlock(nn.Module):
+    """A pre-activation block whose channels are weighed by two small layers (Hu et al., CVPR 2018)."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(inside), _conv(inside, outside, stride)
+        self.bn2, self.conv2 = nn.BatchNorm2d(outside), _conv(outside, outside)
+        self.narrow, self.widen = (
+            nn.Conv2d(outside, max(1, outside // 16), 1),
+            nn.Conv2d(max(1, outside // 16), outside, 1),
+        )
+        self.shortcut = _conv(inside, outside, stride, 1) if stride != 1 or inside != outside else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        active = F.relu(self.bn1(x))
+        out = self.conv2(F.relu(self.bn2(self.conv1(active))))
+        weights = torch.sigmoid(self.widen(F.relu(self.narrow(out.mean((2, 3), keepdim=True)))))
+        return out * weights + (x if self.shortcut is None else self.shortcut(active))
+
+
+class ResNet18(nn.Module):
+    def __init__(self, classes: int = 10, width: int = 64, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first, self.norm = _conv(3, width), nn.BatchNorm2d(width)
+        layers, inside = list[nn.Module](), width
+        for outside in (width, 2 * width, 4 * width, 8 * width):
+            layers += [block(inside, outside, 1 if inside == outside else 2), block(outside, outside, 1)]
+            inside = outside
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(inside, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(F.relu(self.norm(self.first(x))))
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+def senet18(classes: int = 10, width: int = 64) -> nn.Module:
+    return ResNet18(classes, width, SqueezeBlock)
+
+
+class Vgg19(nn.Module):
+    """VGG-19 with batch norm and one linear layer, as for CIFAR."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        layers, inside = list[nn.Module](), 3
+        for times, count in ((1, 2), (2, 2), (4, 4), (8, 4), (8, 4)):
+            for _ in range(count):
+                outside = times * width
+                layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+                inside = outside
+            layers.append(nn.MaxPool2d(2))
+        self.features, self.head = nn.Sequential(*layers), nn.Linear(inside, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.features(x).flatten(1))
+        return logits
+
+
+NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": senet18}

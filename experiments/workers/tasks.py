@@ -1,0 +1,317 @@
+"""What is trained: model, data, optimizer and schedule of each task, all of it on one device.
+
+A task's learning rate is a function of the part of training that is over. Everything random comes from the run's seed,
+so runs of one seed see the same data in the same order, whatever is compressed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradzip.optim import EFMomentum
+
+from . import data
+from .pictures import NETS, Pictures
+from .texts import Bert, Gpt, WordLstm, sentences
+from .training import Batch, shares, stepped_rate
+
+
+class Task:
+    """`workers` batches per step; a rate for each moment; one figure in the end."""
+
+    workers, epochs, batch = 4, 10, 128
+    metric, higher_is_better = "accuracy", True
+    graph = True  # forward and backward may be captured on a GPU
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    steps: int  # per epoch
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        """`limit`: a tiny form of the task with so many samples, to see whether everything works."""
+        self.root, self.device, self.limit = root, device, limit
+        self.tiny = limit is not None
+        if self.tiny:
+            self.batch = 4
+        self.rng = torch.Generator(device).manual_seed(seed)
+        torch.manual_seed(seed)
+
+    def batches(self, epoch: int, step: int) -> Iterator[Batch]:
+        """One for each worker."""
+        raise NotImplementedError
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def evaluate(self) -> float:
+        raise NotImplementedError
+
+    def rate(self, epoch: float) -> float:
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        """What is done to the mean gradients before the optimizer sees them."""
+
+    def cast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def groups(self, decay: float) -> list[dict[str, object]]:
+        """No weight decay for biases and norms, as in PowerSGD's study."""
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def triangle(peak: float, epoch: float, warm: float, epochs: float) -> float:
+    """Linear up to the peak and down to zero."""
+    return peak * min(epoch / warm if warm else 1.0, (epochs - epoch) / (epochs - warm))
+
+
+class _Cifar(Task):
+    net, classes = "resnet18", 10
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        super().__init__(root, device, seed, limit)
+        self.pictures = Pictures(root, device, self.classes, limit)
+        self.model = NETS[self.net](self.classes, 16 if self.tiny else 64).to(device)
+        self.optimizer = self.make_optimizer()
+        self._shares = shares(torch.arange(len(self.pictures)), self.workers, self.batch)
+        self.steps = len(self._shares)
+        if not self.steps:
+            raise ValueError(f"{len(self.pictures)} pictures are no step of {self.workers} workers x {self.batch}")
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return EFMomentum(self.groups(1e-4), lr=0.1, momentum=0.9)
+
+    def batches(self, epoch: int, step: int) -> Iterator[Batch]:
+        if step == 0:
+            order = torch.randperm(len(self.pictures), device=self.device, generator=self.rng)
+            self._shares = shares(order, self.workers, self.batch)
+        x, y = self.pictures.batch(self._shares[step].view(-1), self.rng)
+        yield from zip(x.split(self.batch), y.split(self.batch))
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y = batch
+        with self.cast():
+            logits = self.model(x)
+        return F.cross_entropy(logits.float(), y)
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad(), self.cast():
+            right = [(self.model(x).argmax(1) == y).sum() for x, y in self.pictures.test()]
+        self.model.train()
+        return 100 * float(torch.stack(right).sum()) / len(self.pictures.y_test)
+
+
+class PowerSgdCifar(_Cifar):
+    """PowerSGD's study: 16 workers, 0.1 x 16 after a linear warm-up, a tenth of it at half and at 5/6 of training."""
+
+    workers, epochs = 16, 30
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(1.6, epoch, self.epochs / 6, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
+
+
+class AccordionCifar(_Cifar):
+    """Accordion's study: 4 workers, 0.1 x 4 after a linear warm-up, the same drops."""
+
+    workers, epochs = 4, 24
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(0.4, epoch, self.epochs / 12, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
+
+
+class AccordionVgg(AccordionCifar):
+    net = "vgg19bn"
+
+
+class AccordionSenet(AccordionCifar):
+    net = "senet18"
+
+
+class AccordionCifar100(AccordionCifar):
+    classes = 100
+
+
+class AccordionSenet100(AccordionCifar100):
+    net = "senet18"
+
+
+class GcompCifar(_Cifar):
+    """torch's SGD with momentum, whose grids near mode knows; a short schedule that ends at a rate of zero."""
+
+    workers, epochs = 4, 10
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.groups(5e-4), lr=0.1, momentum=0.9)
+
+    def rate(self, epoch: float) -> float:
+        return triangle(0.4, epoch, 0.2 * self.epochs, self.epochs)
+
+
+class WikiText(Task):
+    """PowerSGD's language model: 16 workers with 64 texts each, 30 words a step, rate 1.25 x 16, clipped at 0.4."""
+
+    workers, epochs, batch, length = 16, 8, 64, 30
+    metric, higher_is_better, graph = "perplexity", False, False
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        super().__init__(root, device, seed, limit)
+        arrays = data.wikitext2(root)
+        self.vocabulary = int(arrays["vocabulary"])
+        train, test = (torch.from_numpy(arrays[split])[:limit].to(device) for split in ("train", "test"))
+        streams = self.workers * self.batch
+        self.words = train[: train.numel() // streams * streams].view(streams, -1).t().contiguous()  # (time, streams)
+        self.test = test[: test.numel() // 10 * 10].view(10, -1).t().contiguous()
+        self.model = WordLstm(self.vocabulary, *((32, 1, 0.0) if self.tiny else ())).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.25)
+        self.steps = (len(self.words) - 1) // self.length
+        self._states: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(20.0, epoch, self.epochs / 8, (self.epochs * 2 / 3, self.epochs * 8 / 9), start=1.25)
+
+    def batches(self, epoch: int, step: int) -> Iterator[Batch]:
+        if step == 0:
+            self._states = [self.model.start(self.batch) for _ in range(self.workers)]
+        start = step * self.length
+        x, y = self.words[start : start + self.length], self.words[start + 1 : start + 1 + self.length]
+        for worker in range(self.workers):
+            own = slice(worker * self.batch, (worker + 1) * self.batch)
+            yield x[:, own], y[:, own], torch.tensor(worker)
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y, worker = batch
+        with self.cast():
+            logits, state = self.model(x, self._states[int(worker)])
+        self._states[int(worker)] = (state[0].detach(), state[1].detach())
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+    def before_step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.4)
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        state, total, count = self.model.start(10), torch.zeros((), device=self.device), 0
+        with torch.no_grad(), self.cast():
+            for start in range(0, len(self.test) - 1, self.length):
+                y = self.test[start + 1 : start + 1 + self.length]
+                logits, state = self.model(self.test[start : start + len(y)], state)
+                total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum")
+                count += y.numel()
+        self.model.train()
+        return math.exp(min(float(total) / count, 50.0))
+
+
+class Sst2(Task):
+    """all-MiniLM-L6-v2 (6 layers, width 384) fine-tuned on SST-2 by AdamW: 4 workers with 32 phrases each."""
+
+    workers, epochs, batch, length = 4, 1, 32, 64
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        super().__init__(root, device, seed, limit)
+        self.x, self.y = (torch.from_numpy(a)[:limit].to(device) for a in sentences(root, "train", self.length))
+        self.x_dev, self.y_dev = (torch.from_numpy(a)[:limit].to(device) for a in sentences(root, "dev", self.length))
+        self.model = Bert.pretrained(root / "minilm").to(device)
+        self.optimizer = self.make_optimizer()
+        self._shares = shares(torch.arange(len(self.y)), self.workers, self.batch)
+        self.steps = len(self._shares)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(0.01), lr=1e-4)
+
+    def rate(self, epoch: float) -> float:
+        return triangle(1e-4, epoch, 0.1 * self.epochs, self.epochs)
+
+    def batches(self, epoch: int, step: int) -> Iterator[Batch]:
+        if step == 0:
+            order = torch.randperm(len(self.y), device=self.device, generator=self.rng)
+            self._shares = shares(order, self.workers, self.batch)
+        for index in self._shares[step]:
+            yield self.x[index], self.y[index]
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y = batch
+        with self.cast():
+            logits = self.model(x)
+        return F.cross_entropy(logits.float(), y)
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad(), self.cast():
+            pairs = zip(self.x_dev.split(128), self.y_dev.split(128))
+            right = [(self.model(x).argmax(1) == y).sum() for x, y in pairs]
+        self.model.train()
+        return 100 * float(torch.stack(right).sum()) / len(self.y_dev)
+
+
+class Sst2Sgd(Sst2):
+    """The same by SGD with momentum."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.groups(0.0), lr=0.02, momentum=0.9)
+
+    def rate(self, epoch: float) -> float:
+        return triangle(0.02, epoch, 0.1 * self.epochs, self.epochs)
+
+
+class Enwik(Task):
+    """A GPT of 10.8 M parameters on the bytes of enwik8 by AdamW: 4 workers with 16 texts of 256 bytes each."""
+
+    workers, epochs, batch, length = 4, 1, 16, 256
+    metric, higher_is_better = "bits per byte", False
+    held_out = 1 << 20  # bytes at the end
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        super().__init__(root, device, seed, limit)
+        text = torch.from_numpy(data.enwik8(root))
+        self.text, self.test = text[: -self.held_out].to(device), text[-self.held_out :].to(device)
+        size = (64, 2, 2) if self.tiny else (384, 6, 6)
+        self.model = Gpt(256, *size, self.length).to(device)
+        self.optimizer = torch.optim.AdamW(self.groups(0.1), lr=1e-3, betas=(0.9, 0.95))
+        self.steps = 800 if limit is None else max(1, limit // (self.workers * self.batch))
+
+    def rate(self, epoch: float) -> float:
+        return triangle(1e-3, epoch, 0.1 * self.epochs, self.epochs)
+
+    def batches(self, epoch: int, step: int) -> Iterator[Batch]:
+        count = self.workers * self.batch
+        starts = torch.randint(len(self.text) - self.length - 1, (count, 1), device=self.device, generator=self.rng)
+        window = self.text[starts + torch.arange(self.length + 1, device=self.device)].long()
+        yield from zip(window[:, :-1].split(self.batch), window[:, 1:].split(self.batch))
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        x, y = batch
+        with self.cast():
+            logits = self.model(x)
+        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        count = 256 if self.limit is None else 16
+        windows = self.test[: count * (self.length + 1)].view(count, -1).long()
+        with torch.no_grad():
+            losses = [self.loss(part[:, :-1], part[:, 1:]) for part in windows.split(64)]
+        self.model.train()
+        return float(torch.stack(losses).mean()) / math.log(2)
+
+
+TASKS: dict[str, type[Task]] = {
+    "powersgd-cifar": PowerSgdCifar,
+    "powersgd-wikitext": WikiText,
+    "accordion-resnet18": AccordionCifar,
+    "accordion-vgg19bn": AccordionVgg,
+    "accordion-senet": AccordionSenet,
+    "accordion-resnet18-100": AccordionCifar100,
+    "accordion-senet-100": AccordionSenet100,
+    "gcomp-cifar": GcompCifar,
+    "gcomp-sst2-adamw": Sst2,
+    "gcomp-sst2-sgd": Sst2Sgd,
+    "gcomp-enwik8": Enwik,
+}
