@@ -6,6 +6,7 @@
 //   join_full, join_lanes                      put decoded values together, straight into the output; false: not done
 //   copy_out                                   a copy that may bypass the cache
 //   make_floors                                the floors of some of a block's values
+//   round_near                                 what near mode maps a block to; false: not done
 //   encode_near, decode_near                   dense blocks of near mode in one pass, where that can be done
 
 // --- Dense block ---
@@ -96,7 +97,8 @@ BlockOut encode_block(const BlockIn& given, uint8_t* out, Scratch& scratch) {
 inline const void* rounded_values(const BlockIn& in, Scratch& scratch) {
     if (in.job.dtype != GZ_FLOAT32 || in.job.mode == GZ_LOSSLESS) return in.values;
     if (in.coding != kFixed) make_floors(in.floors, 0, in.n, scratch.floor);
-    map_values(in.values, in.n, in.job, scratch.floor, scratch.mapped);
+    if (in.coding != kNear || !round_near(in.values, in.n, scratch.floor, scratch.mapped))
+        map_values(in.values, in.n, in.job, scratch.floor, scratch.mapped);
     return scratch.mapped;
 }
 

@@ -25,6 +25,7 @@ inline void make_floors(const FloorSource& from, int first, int n, int8_t* out) 
     floors(*from.rule, from.start + uint64_t(first), n, from.shift, out);
 }
 
+inline bool round_near(const void*, int, const int8_t*, uint32_t*) { return false; }
 inline int sample_near(const BlockIn&, uint8_t*) { return 0; }
 inline int decode_near(const BlockData*, int, const Target*, const Ahead&, uint32_t*) { return 0; }
 inline bool encode_near(const BlockIn&, uint8_t*, Scratch&, BlockOut*) { return false; }

@@ -206,6 +206,32 @@ inline Split split_near(const BlockIn& in, Scratch& s) {
     return _mm512_cmplt_epi8_mask(finest, _mm512_set1_epi8(-124)) ? split_near<false>(in, s) : split_near<true>(in, s);
 }
 
+// The mapping alone: adding C and taking it away again leaves the multiple of the grid. `q` has room for 16 values more.
+inline bool round_near(const void* values, int n, const int8_t* floor, uint32_t* q) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const uint32_t* x = static_cast<const uint32_t*>(values);
+    const __m512i sign_bit = _mm512_set1_epi32(int(0x80000000u));
+    __m512i largest = _mm512_setzero_si512();
+    for (int i = 0; i < n; i += 16) {
+        const __mmask16 here = n - i >= 16 ? __mmask16(~0) : __mmask16((1 << (n - i)) - 1);
+        const __m512i u = _mm512_maskz_loadu_epi32(here, x + i);
+        const __m512i f = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(here, floor + i));
+        const __m512i magnitude = _mm512_andnot_si512(sign_bit, u);
+        largest = _mm512_max_epu32(largest, magnitude);
+        const __m512i c = _mm512_slli_epi32(_mm512_add_epi32(f, _mm512_set1_epi32(150)), 23);
+        const __m512 grid = _mm512_castsi512_ps(c);
+        const __m512 sum = _mm512_add_round_ps(_mm512_castsi512_ps(magnitude), grid, nearest);
+        const __mmask16 exact =
+            _mm512_cmpge_epu32_mask(magnitude, c) | _mm512_cmpeq_epi32_mask(f, _mm512_set1_epi32(kExact));
+        __m512i rounded = _mm512_castps_si512(_mm512_sub_round_ps(sum, grid, nearest));
+        rounded = _mm512_mask_mov_epi32(rounded, exact, magnitude);
+        rounded = _mm512_maskz_mov_epi32(_mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(0x800000)), rounded);
+        const __mmask16 nonzero = _mm512_test_epi32_mask(rounded, rounded);
+        _mm512_storeu_si512(q + i, _mm512_mask_or_epi32(rounded, nonzero, rounded, _mm512_and_si512(u, sign_bit)));
+    }
+    return _mm512_reduce_max_epu32(largest) < 0x7f800000u;
+}
+
 inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
     if (in.coding == kNear) return split_near(in, s);
     if (in.coding == kPaper || in.job.dtype != GZ_FLOAT32) return split_values_plain(in, s);
