@@ -17,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import lzma
 import os
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,3 +136,19 @@ def sst2(root: Path, split: str) -> list[tuple[str, int]]:
 def enwik8(root: Path) -> np.ndarray:
     """Bytes of the text, as uint8."""
     return cached(root, "enwik8", lambda: {"text": np.frombuffer(text_of(root, "enwik8/enwik8"), np.uint8)})["text"]
+
+
+def enwik8_words(root: Path, vocabulary: int, size: int) -> np.ndarray:
+    """The first bytes of the text as numbers of words, digits and signs; rare words are spelt letter by letter."""
+    return cached(root, f"enwik8-words-{vocabulary}-{size}", lambda: _enwik8_words(root, vocabulary, size))["words"]
+
+
+def _enwik8_words(root: Path, vocabulary: int, size: int) -> Arrays:
+    found = re.findall(rb" ?[A-Za-z]+|[^A-Za-z]", enwik8(root)[:size].tobytes(), re.DOTALL)
+    common = [word for word, _ in Counter(found).most_common() if len(word) > 1][: vocabulary - 256]
+    numbers = {bytes([byte]): byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(common)}
+    words: list[int] = []
+    for word in found:
+        number = numbers.get(word)
+        words.append(number) if number is not None else words.extend(word)
+    return {"words": np.array(words, np.int32)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ from typing import Any
 import torch
 
 from gradzip import Accordion
-from gradzip.policy import Adaptive, Policy, as_policy
+from gradzip.policy import Adaptive, Policy, as_policy, small
 
+from .rates import Rates
 from .stacked import StackedWorkers
-from .tasks import TASKS, Task
+from .tasks import TASKS
 from .training import WorkerGradients, set_rate
 
 Row = dict[str, Any]
-Probe = Callable[[Task, StackedWorkers, int], list[Row]]
+Found = list[tuple[str, tuple[str, ...], list[Row]]]  # rows for other files: name, fields and rows
 
 FIELDS = (
     *("task", "row", "policy", "seed", "workers", "epochs", "steps", "metric", "value", "loss", "mib_per_epoch"),
@@ -39,6 +39,7 @@ class Run:
     policy: str
     seed: int = 0
     minutes: float = 1.5  # a guess, until rows say better
+    probe: str = ""  # "rates": look at gradients on the way
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -60,10 +61,9 @@ def policy_of(text: str) -> Policy:
 
 
 def train(
-    run: Run, root: Path, device: torch.device, limit: int | None = None, epochs: int | None = None, graph: bool = True,
-    probe: Probe | None = None,
-) -> tuple[Row, list[Row]]:  # fmt: skip
-    """The row of a run, and what `probe` found on the way."""
+    run: Run, root: Path, device: torch.device, limit: int | None = None, epochs: int | None = None, graph: bool = True
+) -> tuple[Row, Found]:
+    """The row of a run, and what was found on the way."""
     began = time.perf_counter()
     kind = TASKS[run.task]
     if epochs is not None:
@@ -73,7 +73,8 @@ def train(
     workers = StackedWorkers(task.model, task.optimizer, policy, task.workers)
     gradients = WorkerGradients(task.model, task.loss, workers.rows, graph and task.graph and device.type == "cuda")
     total = task.epochs * task.steps
-    losses, evaluations, found = list[torch.Tensor](), list[tuple[float, float]](), list[Row]()
+    losses, evaluations = list[torch.Tensor](), list[tuple[float, float]]()
+    rates = Rates(task, run.task, run.seed) if run.probe == "rates" else None
     frames: dict[str, float] = {}
     watch = _Watch(device, total)
     for step in range(total):
@@ -83,8 +84,8 @@ def train(
         loss = gradients(task.batches(step // task.steps, step % task.steps))
         watch.stop(step, "gradients")
         losses.append(loss)
-        if probe is not None:
-            found += probe(task, workers, step)
+        if rates is not None:
+            rates.look(workers, step)
         watch.start(step)
         for key, value in workers.mean(probe=_often(step, total, PROBES) and step > 0).items():
             frames[key] = frames.get(key, 0.0) + value
@@ -101,7 +102,7 @@ def train(
     per_epoch = workers.sent / task.epochs / 2**20
     if frames:  # gcomp's payloads, by what its real frames had
         compressed = frames["own_bytes"] / (4 * frames["values"])
-        big = sum(p.stop - p.start for p in workers.places.values() if not _is_small(p.shape))
+        big = sum(p.stop - p.start for p in workers.places.values() if not small(p.shape))
         per_epoch -= 4 * big * (1 - compressed) * task.steps / 2**20
     chunks = curve.tensor_split(min(POINTS, len(curve)))
     row = {
@@ -117,13 +118,7 @@ def train(
     }  # fmt: skip
     if isinstance(policy, Adaptive):
         row["evaluations"] += " | " + _decisions(policy)
-    return row, found
-
-
-def _is_small(shape: torch.Size) -> bool:
-    from gradzip.policy import small
-
-    return small(shape)
+    return row, rates.found() if rates is not None else []
 
 
 def _often(step: int, total: int, count: int) -> bool:

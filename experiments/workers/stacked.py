@@ -151,7 +151,7 @@ class StackedWorkers:
                 result = _coded(codec, target, floors, self.world.bit_length() - 1)
                 if feeds and self._sum_residual is not None:
                     self._sum_residual[start:stop] = (target - result) / unit
-                if found is not None:
+                if found is not None and isinstance(codec, GComp):
                     self._probe(codec, together, ways, decoded, target, result, found)
                 out.copy_(result)
             if floors is not None:

@@ -17,6 +17,7 @@ from torch import nn
 from gradzip.optim import EFMomentum
 
 from . import data
+from .data import enwik8_words
 from .pictures import NETS, Pictures
 from .texts import Bert, Gpt, WordLstm, sentences
 from .training import Batch, shares, stepped_rate
@@ -112,7 +113,7 @@ class _Cifar(Task):
 class PowerSgdCifar(_Cifar):
     """PowerSGD's study: 16 workers, 0.1 x 16 after a linear warm-up, a tenth of it at half and at 5/6 of training."""
 
-    workers, epochs = 16, 30
+    workers, epochs = 16, 24
 
     def rate(self, epoch: float) -> float:
         return stepped_rate(1.6, epoch, self.epochs / 6, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
@@ -121,7 +122,7 @@ class PowerSgdCifar(_Cifar):
 class AccordionCifar(_Cifar):
     """Accordion's study: 4 workers, 0.1 x 4 after a linear warm-up, the same drops."""
 
-    workers, epochs = 4, 24
+    workers, epochs = 4, 20
 
     def rate(self, epoch: float) -> float:
         return stepped_rate(0.4, epoch, self.epochs / 12, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
@@ -158,7 +159,7 @@ class GcompCifar(_Cifar):
 class WikiText(Task):
     """PowerSGD's language model: 16 workers with 64 texts each, 30 words a step, rate 1.25 x 16, clipped at 0.4."""
 
-    workers, epochs, batch, length = 16, 8, 64, 30
+    workers, epochs, batch, length = 16, 6, 64, 30
     metric, higher_is_better, graph = "perplexity", False, False
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
@@ -302,6 +303,30 @@ class Enwik(Task):
         return float(torch.stack(losses).mean()) / math.log(2)
 
 
+class Gpt124(Enwik):
+    """GPT-2 small, 124 M parameters, on the words of enwik8: 4 workers with 4 texts of 256 words and signs each."""
+
+    batch, metric = 4, "loss"
+    held_out = 1 << 16  # words at the end
+
+    def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
+        Task.__init__(self, root, device, seed, limit)
+        words = torch.from_numpy(enwik8_words(root, VOCABULARY, PART if limit is None else limit * 1000))
+        self.text, self.test = words[: -self.held_out].to(device), words[-self.held_out :].to(device)
+        size = (64, 2, 2) if self.tiny else (768, 12, 12)
+        self.model = Gpt(VOCABULARY, *size, self.length).to(device)
+        self.optimizer = torch.optim.AdamW(self.groups(0.1), lr=3e-4, betas=(0.9, 0.95))
+        self.steps = 1000
+
+    def rate(self, epoch: float) -> float:
+        return 3e-4 * min(1.0, 20 * epoch + 0.02)  # the runs are ended by the clock: warm up and stay
+
+    def evaluate(self) -> float:
+        return super().evaluate() * math.log(2)
+
+
+VOCABULARY, PART = 50257, 16 << 20  # words that have a number, bytes of the text that are read
+
 TASKS: dict[str, type[Task]] = {
     "powersgd-cifar": PowerSgdCifar,
     "powersgd-wikitext": WikiText,
@@ -314,4 +339,5 @@ TASKS: dict[str, type[Task]] = {
     "gcomp-sst2-adamw": Sst2,
     "gcomp-sst2-sgd": Sst2Sgd,
     "gcomp-enwik8": Enwik,
+    "gpt2-enwik8": Gpt124,
 }

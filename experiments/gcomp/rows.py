@@ -1,0 +1,36 @@
+"""The rows of the dial on four tasks, with the number of seeds."""
+
+from workers.running import Run
+
+ULPS = (16, 256, 4096, 65536)
+_DIAL = {
+    "plain": ("plain", 3),
+    "near": ("gcomp", 3),
+    "plain, again": ("plain", 1),
+    "bf16": ("cast", 1),
+    "18 bits cut": ("gcomp:keep=5,round=truncate,feedback=false", 1),
+    "keep=7": ("gcomp:keep=7", 1),
+    "keep=5": ("gcomp:keep=5", 1),
+    "keep=3": ("gcomp:keep=3", 1),
+    **{f"ulps={ulps}": (f"gcomp:ulps={ulps}", 1) for ulps in ULPS},
+    **{f"ulps={ulps}, no feedback": (f"gcomp:ulps={ulps},feedback=false", 1) for ulps in ULPS},
+    "near, feedback": ("gcomp:feedback=true", 1),
+    "keep=5, no feedback": ("gcomp:keep=5,feedback=false", 1),
+    "keep=3, no feedback": ("gcomp:keep=3,feedback=false", 1),
+    "accordion 1/65536": ("accordion ~ gcomp ~ gcomp:ulps=65536 ~ window=50", 1),
+    "accordion 256/65536": ("accordion ~ gcomp:ulps=256 ~ gcomp:ulps=65536 ~ window=50", 1),
+}
+_WITH_SGD = ("plain", "near", "plain, again", "bf16", "18 bits cut", "keep=7", "ulps=256", "ulps=65536")
+_MINUTES = {"gcomp-cifar": 0.7, "gcomp-sst2-adamw": 0.4, "gcomp-enwik8": 0.6, "gcomp-sst2-sgd": 0.4}
+
+
+def _probe(row: str) -> str:
+    return "rates" if row == "plain" else ""
+
+
+ROWS = [
+    (Run("gcomp", task, row, policy, minutes=minutes, probe=_probe(row)), seeds)
+    for task, minutes in _MINUTES.items()
+    for row, (policy, seeds) in _DIAL.items()
+    if task != "gcomp-sst2-sgd" or row in _WITH_SGD
+]
