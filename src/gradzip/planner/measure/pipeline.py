@@ -1,0 +1,46 @@
+"""What the runtime's threads take of a core for each chunk, beside coding and sockets: small messages on a channel."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from ...codecs import Context, parse
+from ...collectives import Message, Outcome, open_channel, submit
+from ...feedback import Memory
+from .coding import Stand
+
+VALUES = 1 << 10  # that each rank gets
+MESSAGES, ROUNDS = 8, 5
+CODEC = "cast"
+
+
+def measure_chunk(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of a core. Call it on all ranks at the same point."""
+    world = dist.get_world_size(group)
+    gradient = torch.zeros(VALUES * world, device=device)
+    stand = Stand(parse(CODEC), "gpu" if device.type == "cuda" else "cpu", device, world)
+    contexts = [Context("message", world=world, rank=dist.get_rank(group))]
+    coding_s = sum(stand.stages([gradient], contexts)) if device.type == "cpu" else 0.0  # a GPU's time is not a core's
+    channel = open_channel(group, device)
+    worked = []
+    for _ in range(1 + ROUNDS):
+        done = threading.Semaphore(0)
+
+        def one_is_through(outcome: Outcome, done: threading.Semaphore = done) -> None:
+            done.release()
+
+        begun = time.process_time()
+        for _ in range(MESSAGES):
+            submit(Message(parse(CODEC), stand.route, [gradient.clone()], contexts, Memory(0)), channel, one_is_through)
+        for _ in range(MESSAGES):
+            done.acquire()
+        worked.append((time.process_time() - begun) / MESSAGES)
+    if channel.error is not None:
+        raise channel.error
+    channel.leave()
+    return max(0.0, statistics.median(worked[1:]) - coding_s)
