@@ -135,10 +135,10 @@ class _Mirror:
             parts: Parts = [wanted.tensor]
             self.sent += wanted.tensor.numel() * wanted.tensor.itemsize
         else:
-            own = wanted.send[0]
-            assert own is not None and wanted.most is not None
-            self.sent += own.numel()
-            parts = [_copy(own, size or 0) for size in wanted.most]
+            sent = next(part for part in wanted.send if part is not None)
+            assert wanted.most is not None
+            self.sent += sent.numel()
+            parts = [wanted.send[0], *(_copy(sent, size or 0) for size in wanted.most[1:])]
         self.waited += _clock(self.device) - begun
         return parts
 
