@@ -1,4 +1,4 @@
-"""Runs a function in several processes that form a Gloo group over loopback."""
+"""Runs a function in several processes that form a group over loopback."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes a
 DEADLINE = 100.0  # seconds for a whole run
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, backend: str = "gloo"
+) -> list[Any]:
     """function(rank, *args) in each of `world` new processes; what each returned, in the order of ranks.
 
     An exception in one of them is raised here with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        running = mp.spawn(_enter, (world, folder, function, args), world, join=False)
+        running = mp.spawn(_enter, (world, folder, backend, function, args), world, join=False)
         end = time.monotonic() + deadline
         try:
             while not running.join(timeout=1):
@@ -37,11 +39,16 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: fl
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _enter(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, world: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["GRADZIP_ENGINE"] = "reference"  # all engines make the same bytes; this one is always there
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        del os.environ["GRADZIP_ENGINE"]  # the right one for each device
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradzip import cli, demo, emulate
-from gradzip.cli.demo import ENOUGH
+from gradzip.cli.demo import ENOUGH, _words
+from gradzip.demo import launch
 from gradzip.demo.settings import POLICIES
 from gradzip.errors import EmulationError
+from gradzip.report import Run
 
 TINY = functools.partial(demo.Settings, width=32, blocks=1)
 SHORT = ["demo", "--hosts", "2", "--steps", "4"]
@@ -45,7 +48,12 @@ def test_without_a_limit_times_are_predicted(tmp_path: Path, capsys: pytest.Capt
     page = out.read_text()
     assert all(name.replace("&", "&amp;") in page for name in [*rows, *predicted])
     assert "Exponents of the gradients" in page
-    for heading in ("Timeline of a step: predicted, plain all-reduce", "Timeline of a step: measured", "The plan"):
+    for heading in (
+        "Timeline of a step: predicted, plain all-reduce",
+        "Timeline of a step: predicted, gcomp",
+        "Timeline of a step: measured, gcomp",
+        "The plan",
+    ):
         assert heading in page
 
 
@@ -81,6 +89,19 @@ def test_where_hosts_cannot_be_emulated_and_time_runs_out(
     assert len(shown["predicted"]) == 4
     assert any("ended early, at a higher loss: gcomp:keep=7 after 10 steps" in note for note in shown["notes"])
     assert "stopped: 10" in out.read_text()
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = demo.Settings(hosts=2)
+    run = Run("a", {"policy": "gcomp", "processor_seconds": 0.0, "step_seconds": 1.0})
+    for share, said in ((0.1, False), (0.5, True)):
+        _, notes = _words(settings, demo.Result([run], [], None, elsewhere=share), None)
+        assert any("other programs took 50 % of this machine's" in note for note in notes) == said
+    clock = launch._Clock()
+    spin = time.process_time() + 0.3
+    while time.process_time() < spin:
+        pass
+    assert 0 <= clock.elsewhere() < 1.05, "this process is not one of the others"
 
 
 def test_a_rank_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

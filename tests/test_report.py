@@ -23,7 +23,7 @@ from gradzip.report import Recorder, Run, page, read, svg
 from gradzip.report.page import summary
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-VOID = {"meta", "br", "path", "rect"}
+VOID = {"meta", "br", "path", "rect", "wbr"}
 CODECS = ["gcomp", "gcomp:mode=lossless", "topk"]
 
 

@@ -41,6 +41,7 @@ CODECS = (
 
 
 ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
+_BUSY = 0.2  # of all processor time, taken by other programs
 _CROWDED = 0.6  # of a step: what is computed and coded then takes longer than on a real cluster
 
 
@@ -94,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
         codecs, left_out = _codecs(folder)
     title, notes = _words(settings, result, obstacle)
     shown = [*result.runs, *result.predicted]
-    lead = ". ".join([title, *notes])
-    write(args.out, report.page(shown, title="gradzip demo", lead=lead, plan=result.plan, stories=result.stories))
+    lead = f"{title[0].upper()}{title[1:]}."
+    html = report.page(shown, title="gradzip demo", lead=lead, notes=notes, plan=result.plan, stories=result.stories)
+    write(args.out, html)
     rows = summary(result.runs)
     if args.json:
         predicted = summary(result.predicted) if result.predicted else []
@@ -125,6 +127,11 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
     notes = list(result.notes)
     if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
         notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
+    if result.elsewhere > _BUSY:
+        notes.append(
+            f"other programs took {100 * result.elsewhere:.0f} % of this machine's processor time: steps took longer "
+            "than on a quiet machine, those that code above all"
+        )
     if stopped := {run.name: run.about["stopped"] for run in result.runs if "stopped" in run.about}:
         words = ", ".join(f"{name} after {count}" for name, count in stopped.items())
         notes.append(f"this machine became slower, so these ended early, at a higher loss: {words} steps")
@@ -188,6 +195,8 @@ def _progress(
         def tell(now: demo.Progress) -> None:
             bar.update(starting, visible=False)
             if now.run not in tasks:
+                for ended in bar.tasks:  # also one that was cut short: its clock stops
+                    bar.stop_task(ended.id)
                 tasks[now.run] = bar.add_task(now.run, total=now.steps, now="")
             text = f"{now.step}/{now.steps}  {now.step_ms:.0f} ms  loss {now.loss:.2f}"
             bar.update(tasks[now.run], completed=now.step, now=text)  # type: ignore[arg-type]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import emulate
-from ..codecs import parse
 from ..emulate import Line, Rates, format_rate
 from ..errors import EmulationError
 from ..plan import Plan
@@ -21,9 +21,8 @@ from ..planner.profile import Profile
 from ..planner.timeline import CPU
 from ..report import Run, read
 from ..report.measured import measured
-from ..report.predicted import Story, stories
-from ..routes import Route
-from .settings import PLAIN, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, TRACE, Progress, Settings
+from ..report.predicted import Story, stories, story_of, usual
+from .settings import DESCRIBED, PLAIN, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, TRACE, Progress, Settings
 
 PREDICTED = ("1gbit", "10gbit")
 _SAID = "gradzip auto: "
@@ -38,6 +37,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None  # of the run that plans for itself
     stories: list[Story] = field(default_factory=list)  # one step, as predicted and as measured
+    elsewhere: float = 0.0  # part of all processor time that went to other programs meanwhile
 
 
 def run(
@@ -63,9 +63,11 @@ def run(
     command = [sys.executable, "-m", "gradzip.demo.ranks", str(folder)]
     rate = settings.rate if settings.limit else None
     here = str(Path(__file__).parents[2])  # ranks may start elsewhere than where gradzip lies
+    clock = _Clock()
     done = emulate.run(
         command, hosts=settings.hosts, rate=rate, on_line=hear, on_ready=on_ready, env={"PYTHONPATH": _path(here)}
     )
+    elsewhere = clock.elsewhere()
     if done.exit_code:
         raise EmulationError(
             f"rank {done.first_failure} of the demo failed with exit code {done.exit_code}:\n"
@@ -74,10 +76,43 @@ def run(
     runs = read([folder / RUNS])
     predicted = [] if settings.limit else predictions(Profile.load(folder / PROFILE), runs, settings)
     plan = Plan.load(folder / PLAN) if (folder / PLAN).exists() else None
-    told = [] if plan is None else stories(Profile.load(folder / PLANNED_FROM), plan)
+    return Result(runs, predicted, done.rates, said, plan, _stories(folder, plan), elsewhere)
+
+
+class _Clock:
+    """Tells how busy other programs keep this machine, from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._all, self._own = time.monotonic(), _processor_seconds(), _own_seconds()
+
+    def elsewhere(self) -> float:
+        """As a part of what all processors could have done."""
+        others = _processor_seconds() - self._all - (_own_seconds() - self._own)
+        there_was = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return max(0.0, others / there_was)
+
+
+def _processor_seconds() -> float:
+    """Spent by all programs of this machine, in their own code and in the kernel."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _stories(folder: Path, plan: Plan | None) -> list[Story]:
+    """One step as the planner predicts it, and as it was measured with the policy of the run that is described."""
+    policy = POLICIES[DESCRIBED]
+    told = []
+    if plan is not None and policy is not None:
+        profile = Profile.load(folder / PLANNED_FROM)
+        told = [*stories(profile, plan), story_of(profile, policy)]
     if (folder / TRACE).exists():
-        told.append(measured(folder / TRACE))
-    return Result(runs, predicted, done.rates, said, plan, told)
+        told.append(replace(measured(folder / TRACE), name=f"measured, {policy}"))
+    return told
 
 
 def _path(folder: str) -> str:
@@ -102,18 +137,11 @@ def predictions(profile: Profile, runs: list[Run], settings: Settings) -> list[R
 
 
 def _predicted(problem: Problem, policy: str | None) -> dict[str, float]:
-    """The step with one policy for all gradients: by the route that attach takes, or else the fastest."""
-    options = [choice.option for choice in problem.choices]
-    if policy is None:
-        numbers = [0]
-    else:
-        own = [i for i, option in enumerate(options) if option.codec == str(parse(policy))]
-        usual = [i for i in own if options[i].route in ("factors", str(Route.parse("alltoall")))]
-        numbers = usual or own
-    step_s, number = min((problem.step_s(problem.uniform(i)), i) for i in numbers)
+    """The step with one policy for all gradients."""
+    number = 0 if policy is None else usual(problem, policy)
     timeline = problem.timeline(problem.uniform(number))
     return {
-        "step_seconds": step_s,
+        "step_seconds": problem.step_s(problem.uniform(number)),
         "compute_seconds": problem.outside_s + timeline.compute_s,
         "coding_seconds": timeline.busy_s(CPU),
     }

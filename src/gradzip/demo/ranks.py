@@ -23,18 +23,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from .. import capture
 from ..hooks import Handle, attach
-from ..planner.measure import WARM
-from ..planner.measure.coding import measure_codecs, measure_copies
+from ..planner.measure import WARM, benchmarks
 from ..planner.measure.record import Recorder as StepRecorder
-from ..planner.measure.wire import measure_network
 from ..report import Recorder
-from .settings import PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, SNAPSHOT, TRACE, Progress, Settings
+from .settings import DESCRIBED, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, SNAPSHOT, TRACE, Progress, Settings
 
 BUCKET_MB = 25.0  # DDP's own default: every message costs processor time, which hosts share here
 LENGTH = 32  # bytes of text per sequence: as on GPUs, computing takes less time than a slow network
 TIMED = 5  # steps that decide how many there will be
 LEAST_STEPS = 10
-DESCRIBED = "gcomp (near-lossless)"  # the run whose gradients the report shows
 
 
 class Rank:
@@ -191,22 +188,20 @@ class Rank:
         """What the planner needs to predict other networks."""
         model, optimizer, rng = self._fresh()
         watch = StepRecorder(model)
-        benchmarks: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for step in range(1, WARM + TIMED + 3):
 
             def look(loss: float, lr: float, step: int = step) -> None:
                 watch.backward_is_over()
                 if step == WARM:
                     codecs = tuple(p for p in POLICIES.values() if p is not None and not p.startswith("auto"))
-                    benchmarks["codecs"] = measure_codecs(model, optimizer, codecs)
-                    benchmarks["copies"] = measure_copies(torch.device("cpu"))
-                    benchmarks.update(measure_network(model.process_group))
+                    found.update(benchmarks(model, optimizer, codecs, lambda text: None))
 
             self._step(model, optimizer, rng, step, 100, look)
             watch.end_step(count=step > WARM + 1)
         watch.remove()
         if self.rank == 0:
-            watch.profile(**benchmarks).save(self.folder / PROFILE)
+            watch.profile(**found).save(self.folder / PROFILE)
 
 
 def main() -> None:

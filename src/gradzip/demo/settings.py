@@ -18,6 +18,7 @@ POLICIES: dict[str, str | None] = {
     "topk:ratio=0.01": "topk:ratio=0.01",
     "auto (planned)": "auto:save=",
 }
+DESCRIBED = "gcomp (near-lossless)"  # the run whose gradients and timeline the report shows
 SIZE = ModelSize(width=192, blocks=6, batch=1)  # 2.8 M parameters, 11 MB of gradients
 
 RUNS, PROFILE, SNAPSHOT = "run.jsonl", "profile.json", "snapshot.pt"  # files that the ranks leave behind

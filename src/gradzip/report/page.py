@@ -19,7 +19,7 @@ _PARTS = {
     "wire": "waiting for the wire",
 }
 _MOST_LAYERS = 60
-_SMOOTH = 0.05  # of a run
+_SMOOTH = 0.1  # of a run
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --soft: #5c5c5c; --paper: #fff; --line: #d7d7d7; }
@@ -28,7 +28,8 @@ _STYLE = """
 body { margin: 0 auto; max-width: 68rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif;
        color: var(--ink); background: var(--paper); }
 h1 { font-size: 1.5rem; margin: .5rem 0 0; } h2 { font-size: 1.1rem; margin: 0 0 .2rem; }
-p.lead, .soft, figcaption, .empty { color: var(--soft); margin: .2rem 0 .8rem; }
+p.lead, .soft, figcaption, .empty, ul.notes { color: var(--soft); margin: .2rem 0 .8rem; }
+ul.notes { padding-left: 1.2rem; font-size: .9rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem 2rem; }
 figure { margin: 0; break-inside: avoid; } figcaption { font-size: .875rem; margin: .3rem 0 0; }
 svg[role=img] { width: 100%; height: auto; max-width: 40rem; display: block; }
@@ -40,9 +41,17 @@ ul.key { list-style: none; margin: .3rem 0; padding: 0; display: flex; flex-wrap
 .wide { overflow-x: auto; margin: 0 0 1.4rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } td.text { text-align: left; white-space: normal; }
+th { vertical-align: bottom; white-space: normal; }
+th:first-child, td:first-child, th.text { text-align: left; } td.text { text-align: left; white-space: normal; }
 details { border-top: 1px solid var(--line); padding: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-@media print { body { max-width: none; font-size: 11pt; } details { break-inside: avoid; } }
+@media (max-width: 32rem) {
+  table { font-size: .78rem; } th, td { padding-right: .5rem; } td:first-child { white-space: normal; }
+}
+@media print {
+  body { max-width: none; font-size: 10pt; padding: 0; } table { font-size: 8pt; } summary { break-after: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; } details > figure { max-width: 60%; } tr { break-inside: avoid; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+}
 """
 # Printed, everything is unfolded; a browser cannot do that by style alone.
 _SCRIPT = 'addEventListener("beforeprint",()=>document.querySelectorAll("details").forEach(d=>d.open=true))'
@@ -53,6 +62,7 @@ def page(
     *,
     title: str = "gradzip report",
     lead: str = "",
+    notes: Sequence[str] = (),
     plan: Plan | None = None,
     stories: Sequence[Story] = (),
 ) -> str:
@@ -61,8 +71,10 @@ def page(
     Speed-ups are over the first run, or over the `baseline` that a run's description names.
     """
     body = [f"<h1>{escape(title)}</h1>", f'<p class="lead">{escape(lead)}</p>' if lead else "", svg.HATCHES]
-    body.append(_table(summary(runs)))
-    body.append('<div class="charts">' + _breakdown(runs) + _bytes(runs) + _loss(runs, "seconds") + "</div>")
+    if notes:
+        body.append('<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>")
+    charts = _breakdown(runs) + _bytes(runs) + _loss(runs, "seconds")
+    body.append(f'<div class="charts"><div>{_table(summary(runs))}</div>{charts}</div>')
     body += [_folded(heading, text) for heading, text in _details(runs, plan, stories) if text]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -221,8 +233,15 @@ def _plan(plan: Plan) -> str:
         values = sum(_numel(plan.shapes[name]) for name in names)
         which = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         rows.append({"option": text, "tensors": str(len(names)), "MB": f"{4e-6 * values:.2f}", "which": which})
-    expected = ", ".join(f"{name} {value:.4g}" for name, value in plan.expected.items())
-    return f'<p class="soft">Model {escape(plan.model or "unnamed")}; expected: {escape(expected)}</p>' + _table(rows)
+    expected = "; ".join(_EXPECTED.get(name, f"{name} {{}}").format(value) for name, value in plan.expected.items())
+    return f'<p class="soft">Model {escape(plan.model or "unnamed")}. {escape(expected)}</p>' + _table(rows)
+
+
+_EXPECTED = {
+    "step_s": "a step is expected to take {:.3f} s",
+    "plain_s": "{:.3f} s without compression",
+    "uncertainty": "give or take {:.0%}",
+}
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -240,12 +259,18 @@ def _about(run: Run) -> dict[str, str]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
+    head = "".join(f"<th{_TEXT_CELL if k in _TEXTS else ''}>{_breakable(k)}</th>" for k in rows[0])
     lines = []
     for row in rows:
-        cells = (f"<td{_TEXT_CELL if k in ('about', 'which') else ''}>{escape(str(v))}</td>" for k, v in row.items())
+        cells = (f"<td{_TEXT_CELL if k in _TEXTS else ''}>{escape(str(v))}</td>" for k, v in row.items())
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 _TEXT_CELL = ' class="text"'
+_TEXTS = ("about", "which")
+
+
+def _breakable(text: str) -> str:
+    """A codec's text form may be broken after its name: narrow screens and paper need that."""
+    return escape(text).replace(":", ":<wbr>")

@@ -1,7 +1,8 @@
 """Pictures as SVG text: nothing is loaded, and they scale from a phone to paper.
 
 Colours are those of Okabe and Ito, which people with any common colour blindness tell apart; what colours say is also
-said by hatching, dashes or words, so that it survives a black-and-white printer.
+said by hatching, dashes or words, so that it survives a black-and-white printer. Their black is the colour of the
+text, which is white on a dark page.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "currentColor", "#8A8A8A")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 2 2 2 2")
-WIDTH = 480  # units of the drawing; text of 13 units is readable on a phone, where this is some 360 pixels wide
-_TEXT = 13
+WIDTH = 480  # units of the drawing; text of 15 units is readable on a phone, where this is some 360 pixels wide
+_TEXT = 15
 _BAR, _ROW = 18, 46
 
 Points = Sequence[tuple[float, float]]
