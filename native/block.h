@@ -110,15 +110,15 @@ inline void subtract_floats(const void* GZ_RESTRICT from, const void* GZ_RESTRIC
     for (int i = 0; i < n; i++) put_value(to, i, value_at<float>(from, i) - value_at<float>(what, i));
 }
 
-void lost_of_block(const BlockIn& in, float scale, float* out, Scratch& scratch) {
+void lost_of_block(const BlockIn& in, float scale, void* out, Scratch& scratch) {
     subtract_floats(in.values, rounded_values(in, scratch), in.n, out);
     int exponent;
     if (scale == 1) return;
     if (std::frexp(scale, &exponent) == 0.5f && exponent > -100 && exponent < 100) {  // as exact as a division, and faster
         const float factor = 1 / scale;
-        for (int i = 0; i < in.n; i++) out[i] *= factor;
+        for (int i = 0; i < in.n; i++) put_value(out, i, value_at<float>(out, i) * factor);
     } else {
-        for (int i = 0; i < in.n; i++) out[i] /= scale;
+        for (int i = 0; i < in.n; i++) put_value(out, i, value_at<float>(out, i) / scale);
     }
 }
 

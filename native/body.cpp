@@ -67,7 +67,7 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
         if (!in_place) std::memcpy(out + at, target, size_t(result.bytes));
         store16(index + 2 * number, unsigned(result.bytes / 4) | unsigned(result.kind) << 14);
         at += uint64_t(result.bytes);
-        if (lost.to) source.kernels->lost(in, lost.scale, lost.to + number * kBlock, s);
+        if (lost.to) source.kernels->lost(in, lost.scale, lost.to + number * kBlock * 4, s);
     }
     return at;
 }

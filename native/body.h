@@ -146,7 +146,7 @@ struct Body {
 
 // What coding loses of the values: where it goes, and what it is divided by.
 struct Lost {
-    float* to;  // NULL: nowhere
+    uint8_t* to;  // float32 at any address; NULL: nowhere
     float scale;
 };
 

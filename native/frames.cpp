@@ -108,7 +108,7 @@ int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint64_t cou
         if (at > capacity || capacity - at < kHeader + padded(gz_bound(piece.n, job->dtype))) return GZ_NO_ROOM;
         uint8_t* frame = out + at;
         const int64_t body = encode_body(*job, piece.values, piece.n, floor_of(piece), piece.lengths, frame + kHeader,
-                                         capacity - at - kHeader, threads, {static_cast<float*>(piece.lost), scale});
+                                         capacity - at - kHeader, threads, {static_cast<uint8_t*>(piece.lost), scale});
         if (body < 0) return body;
         write_header(frame, codec, job->dtype, piece.n, uint64_t(body));
         const uint64_t size = kHeader + uint64_t(body);
@@ -125,7 +125,7 @@ int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float
         if (!valid(*job, piece.n, floor_of(piece)) || job->dtype != GZ_FLOAT32 || !piece.lost) return GZ_BAD_ARGUMENT;
         const Source source{*job, piece.values, piece.n, floor_of(piece), kernels()};
         for (uint64_t number = 0; number < blocks_of(piece.n); number++)
-            source.kernels->lost(source.block(number, nullptr), scale, static_cast<float*>(piece.lost) + number * kBlock, scratch()[0]);
+            source.kernels->lost(source.block(number, nullptr), scale, static_cast<uint8_t*>(piece.lost) + number * kBlock * 4, scratch()[0]);
     }
     return 0;
 }

@@ -151,7 +151,75 @@ void check(const Case& c, const std::vector<uint8_t>& body, bool add, bool ring,
     tally->accepted += !first.code;
 }
 
+// --- Frames: the same tensor twice, as an exchange sends it ---
+
+constexpr int kCodecId = 2;
+
+struct Pieces {
+    Floors floors;
+    Buffer lengths, values[2], lost[2];
+    gz_piece piece[2];
+    Pieces(const Case& c, bool loses)
+        : floors(c), lengths(c.lengths), values{{c.values, c.offset}, {c.values, c.offset}},
+          lost{Buffer(loses ? c.values.size() : 0, c.offset), Buffer(loses ? c.values.size() : 0, c.offset)} {
+        for (int i = 0; i < 2; i++)
+            piece[i] = {values[i].data, c.n, c.has_floor() ? floors.rule : gz_floor{}, c.lengths.empty() ? nullptr : lengths.data,
+                        loses ? lost[i].data : nullptr};
+    }
+};
+
+std::vector<uint8_t> encode_frames(const Case& c) {
+    const bool loses = c.job.dtype == GZ_FLOAT32;
+    std::vector<uint8_t> first;
+    for (const std::string& isa : isas()) {
+        gz_set_isa(isa.c_str());
+        Pieces p(c, loses);
+        Buffer out(2 * (32 + (gz_bound(c.n, c.job.dtype) + 7) / 8 * 8), c.offset);
+        int64_t size = gz_encode_frames(&c.job, p.piece, 2, kCodecId, 0.7f, out.data, out.size, 1);
+        if (size < 0) fail("encoding frames failed", c, isa, size);
+        std::vector<uint8_t> frames = out.first(size_t(size));
+        if (first.empty()) first = frames;
+        if (frames != first) fail("frames differ", c, isa);
+        if (!std::equal(c.body.begin(), c.body.end(), frames.begin() + 16 + 24)) fail("a frame holds another body", c, isa);
+        if (loses && gz_lost(&c.job, p.piece, 2, 0.7f)) fail("what is lost is refused", c, isa);
+    }
+    return first;
+}
+
+void check_frames(const Case& c, const std::vector<uint8_t>& frames, bool intact) {
+    static const std::vector<std::string> names = isas();
+    Decoded first;
+    for (const std::string& isa : names) {
+        gz_set_isa(isa.c_str());
+        Pieces p(c, false), own(c, false);
+        Buffer in(frames, c.offset);
+        const void* values[2] = {own.values[0].data, own.values[1].data};
+        const gz_part parts[2] = {{nullptr, 0, values}, {in.data, in.size, nullptr}};
+        uint64_t failed = 7;
+        int64_t code = gz_sum_frames(&c.job, parts, 2, p.piece, 2, kCodecId, 0, 1, &failed);
+        Decoded here{code, p.values[1].first(code ? 0 : c.values.size())};
+        if (intact && code) fail("valid frames are refused", c, isa, code);
+        if (code && failed != 1) fail("the wrong part is to blame", c, isa, code, int64_t(failed));
+        if (isa == names[0]) first = here;
+        if (!here.code != !first.code) fail("one instruction set accepts frames that another refuses", c, isa, code, first.code);
+        if (!same(c, here.values, first.values, true)) fail("sums of frames differ", c, isa);
+    }
+}
+
 #if !defined(GRADZIP_LIBFUZZER)  // libFuzzer makes and damages its cases itself
+
+// The table of sizes and the headers are hit as often as the rest.
+std::vector<uint8_t> damaged_frames(std::vector<uint8_t> frames, Random& random) {
+    for (int times = 1 + int(random.below(2)); times > 0 && !frames.empty(); times--) {
+        const size_t at = random.below(random.chance(50) ? std::min<size_t>(frames.size(), 48) : frames.size());
+        if (random.chance(10)) {
+            frames.resize(random.chance(50) ? at : frames.size() + 1 + at % 40);
+        } else {
+            frames[at] ^= uint8_t(1 << random.below(8));
+        }
+    }
+    return frames;
+}
 
 // --- Values ---
 
@@ -408,6 +476,9 @@ int main(int count, char** arguments) {
         cases++;
         for (int i = 0; i < per_case && tally.payloads < payloads; i++)
             check(c, damaged(c, other, random), random.chance(30), single && random.chance(20), &tally);
+        const std::vector<uint8_t> frames = encode_frames(c);
+        check_frames(c, frames, true);
+        for (int i = 0; i < per_case / 5; i++) check_frames(c, damaged_frames(frames, random), false);
         other = c.body;
     }
     std::printf("%llu damaged payloads of %llu bodies, each decoded by %s: %llu refused, %llu decoded, no fault\n",

@@ -164,7 +164,7 @@ struct Kernels {
     // What decoding an encoded block gives, without coding it.
     void (*round)(const BlockIn& in, const Target& target, Scratch& scratch);
     // What coding a block of float32 loses, divided by `scale`.
-    void (*lost)(const BlockIn& in, float scale, float* out, Scratch& scratch);
+    void (*lost)(const BlockIn& in, float scale, void* out, Scratch& scratch);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
