@@ -148,6 +148,7 @@ inline void __syncthreads() { emulator::meet(emulator::everyone, "__syncthreads"
 inline void __syncwarp() { emulator::exchange(0, "__syncwarp"); }
 inline void __threadfence_block() {}
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned, bool flag) {
     emulator::Meeting& m = emulator::exchange(flag, "__ballot_sync");

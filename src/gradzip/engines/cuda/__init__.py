@@ -25,7 +25,7 @@ from ..layout import (
     segments_of,
 )
 from . import launch
-from .launch import Part, batches, prepare
+from .launch import Part, batches, count_symbols, prepare
 from .tables import code_lengths as code_lengths  # part of the engine's interface
 
 NAME = "cuda"
@@ -173,7 +173,7 @@ def histogram(x: torch.Tensor, job: Job, floor: FloorLike = None) -> torch.Tenso
     counts = torch.zeros(segments_of(x.numel()), 256, dtype=torch.int32, device=x.device)
     if x.numel():
         part = Part(x, floor=_needed_floor(x, job, floor))
-        prepare([part], _coding(x, job), job, encodes=True).count_symbols(counts)
+        count_symbols([part], _coding(x, job), job, counts)
     return counts.to(torch.int64)
 
 

@@ -20,7 +20,7 @@ from ...errors import EngineError
 
 KERNELS = Path(__file__).parent / "kernels"
 # One source, in this order: later files use what earlier ones define.
-FILES = ("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode")
+FILES = ("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode", "small")
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RESERVED_SHARED = 1024  # what the system takes of every group's shared memory
 _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")

@@ -18,18 +18,25 @@ from . import driver
 WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
 LANE_ROOM = 256 * 4 + 2048  # bytes of shared memory of encode_lanes
+SMALL_BLOCKS = 2048  # up to so many blocks a group of threads works on each
+SMALL_THREADS = 256
+SMALL_DECODED = 2  # blocks that such a group decodes
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_TENSORS = 16  # per launch
 MOST_PREPARED = 512  # launches that are kept for the next time
+POLLS = 2000  # looks at a word in host memory, about 0.1 us each, before the driver is asked to wait
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
 TABLE_THREADS = 256
 
-_ARGS = struct.Struct("<8Q14i")
+_ARGS = struct.Struct("<8Q13i3I")
+_LAUNCH, _LAUNCH_AT = struct.Struct("<2I"), 8 * 8 + 13 * 4  # the fields of Args that change with every small launch
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
+_EPOCHS = 1 << 22  # that announcements of block lengths tell apart
 _ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+_DONE = MOST_TENSORS + 1  # where a result says which launch is done
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 
 
@@ -79,14 +86,27 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.prepared: dict[tuple[object, ...], Launch] = {}  # by what their arguments are made of
+        self.prepared: dict[tuple[object, ...], Launch | SmallLaunch] = {}  # by what their arguments are made of
         self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        # Kernels write sizes and status straight into host memory.
-        self._result = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.result = (ctypes.c_int64 * (MOST_TENSORS + 1)).from_address(self._result.data_ptr())
+        # Kernels write sizes, status and the number of the launch that is done straight into host memory.
+        self._result = torch.zeros(MOST_TENSORS + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.result = (ctypes.c_int64 * (MOST_TENSORS + 2)).from_address(self._result.data_ptr())
         self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._result.data_ptr()
+        # What kernels for small messages leave behind, so that nothing need be cleared: they tell launches by number.
+        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self._progress = torch.zeros(SMALL_BLOCKS, dtype=torch.int64, device=device)
+        self.small_addresses = self._progress.data_ptr(), self._counters.data_ptr()
+        self.epoch = 0
+        self.served = [0, 0]  # tickets, by decoders and by encoders
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        if self.epoch >= _EPOCHS:
+            self._progress.zero_()
+            self.epoch = 1
+        return self.epoch
 
     def memory(self, size: int) -> int:
         """The address of at least `size` bytes."""
@@ -212,20 +232,47 @@ def _decode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ad
     return _Kernel(name, WARPS, on.load(name, 32 * WARPS, 0))
 
 
-def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Launch:
+@cache
+def _small_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool) -> str:
+    if coding != FIXED:
+        name = f"small_lanes<{_CODINGS[coding]}, {floor}>"
+    else:
+        stored = torch.bfloat16 if keep is not None and keep <= 7 else dtype
+        name = f"small_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {'kAsIs' if keep is None else 'kRounded'}>"
+    on.load(name, SMALL_THREADS, 0)
+    return name
+
+
+@cache
+def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, adds: bool) -> str:
+    name = f"small_decode<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(adds).lower()}, {SMALL_DECODED}>"
+    on.load(name, SMALL_THREADS, 0)
+    return name
+
+
+def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Launch | SmallLaunch:
     """A launch for these tensors; training uses the same buffers in every step, so that most are known already."""
     device = parts[0].values.device
-    on = launcher(device)
+    on = _gpus.get(device) or launcher(device)
     stream = on.stream()
-    space = _workspace(device, stream)
+    space = _workspaces.get((device, stream)) or _workspace(device, stream)
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
-        known = Launch(parts, coding, job, encodes, on, stream, space)
+        small = sum(blocks_of(part.values.numel()) for part in parts) <= SMALL_BLOCKS
+        known = (SmallLaunch if small else Launch)(parts, coding, job, encodes, on, stream, space)
         if len(space.prepared) >= MOST_PREPARED:
             space.prepared.clear()
         space.prepared[key] = known
     return known
+
+
+def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Tensor) -> None:
+    """Histograms alone, into (segments, 256) int32."""
+    device = parts[0].values.device
+    on = launcher(device)
+    stream = on.stream()
+    Launch(parts, coding, job, True, on, stream, _workspace(device, stream)).count_symbols(counts)
 
 
 def _identity(part: Part) -> tuple[object, ...]:
@@ -285,7 +332,7 @@ class Launch:
         head = _ARGS.pack(
             memory + slots, memory + progress, ticket, memory, status, result, memory + words, 0,
             self._count, groups, segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
-            job.keep, *_rounding(job.keep, job.truncate), 0,
+            job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
 
@@ -306,7 +353,77 @@ class Launch:
     def finish(self) -> tuple[list[int], int]:
         """Waits for the stream; the sizes of the encoded bodies, and the status word, which is cleared."""
         self._launcher.wait(self._stream)
-        *sizes, status = self._space.result
+        result = self._space.result
+        status = result[MOST_TENSORS]
         if status:
             self._space.status.zero_()
-        return sizes[: self._count], status
+        return result[: self._count], status
+
+
+class SmallLaunch:
+    """One batch in one kernel, a group of threads working on each block: see kernels/small.cuh."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        coding: int,
+        job: Job,
+        encodes: bool,
+        on: Launcher,
+        stream: int,
+        space: Workspace,
+    ) -> None:
+        first = parts[0]
+        dtype = first.values.dtype
+        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(parts)
+        floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
+        if encodes:
+            keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
+            self._kernel = _small_kernel(on, dtype, coding, floor, keep, job.truncate)
+        else:
+            self._kernel = _small_decoder(on, dtype, coding, floor, first.addend is not None)
+        self._describe(parts, coding, job)
+
+    def _describe(self, parts: Sequence[Part], coding: int, job: Job) -> None:
+        together = 1 if self._encodes else SMALL_DECODED
+        groups = segments = 0
+        packed = []
+        for part in parts:
+            packed.append(_pack(part, groups, segments))
+            groups += -(-blocks_of(part.values.numel()) // together)
+            segments += segments_of(part.values.numel())
+        self._groups = groups
+        memory = self._space.memory(groups * together * SLOT_BYTES if coding != FIXED else 0)
+        progress, counters = self._space.small_addresses
+        _, status, result = self._space.addresses
+        book = job.book - (job.book >> 31 << 32)  # signed
+        head = _ARGS.pack(
+            0, progress, counters + 8 * self._encodes, memory, status, result, 0, 0,
+            self._count, groups, segments, coding, book, job.shift, job.limit, 1,
+            job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
+        )  # fmt: skip
+        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
+
+    def run(self) -> None:
+        space = self._space
+        epoch, served = space.next_epoch(), space.served
+        _LAUNCH.pack_into(self._arguments, _LAUNCH_AT, epoch, served[self._encodes])
+        self._on.launch(self._kernel, self._arguments, self._groups, SMALL_THREADS, self._stream)
+        served[self._encodes] = (served[self._encodes] + self._groups) & 0xFFFFFFFF
+
+    def finish(self) -> tuple[list[int], int]:
+        """Waits for the kernel; the sizes of the encoded bodies, and the status word, which is cleared.
+
+        The last group of threads says in host memory that it is done. Looking there is quicker than asking the driver,
+        but only for as long as a small kernel takes.
+        """
+        result, epoch = self._space.result, self._space.epoch
+        for _ in range(POLLS):
+            if result[_DONE] == epoch:
+                break
+        else:
+            self._on.wait(self._stream)
+        status = result[MOST_TENSORS]
+        if status:
+            self._space.status.zero_()
+        return result[: self._count], status

@@ -66,7 +66,7 @@ constexpr int kMaxTensors = 16;
 struct Args {
     u64 codes;      // u32[segments][kCodeStride], or the decoder's lookup tables u32[segments][256]
     u64 progress;   // u64[groups]: how far the sums of block lengths are known, for the encoder
-    u64 ticket;     // u32
+    u64 ticket;     // u32; small.cuh: u32[2], those that were taken and those that are done
     u64 slots;      // kSlotBytes per warp
     u64 status;     // u32
     u64 sizes;      // u64 per tensor, then the status: host memory
@@ -76,7 +76,10 @@ struct Args {
     int groups;     // encoder: blocks; decoder: groups of blocks
     int segments, coding, book, shift, limit;
     int small;      // whether all input fits into the L2 cache, so that blocks may be fetched as a whole
-    int keep, cut, up, odd, mask, padding;
+    int keep, cut, up, odd, mask;
+    u32 epoch;      // for the kernels of small.cuh: which launch this is, and...
+    u32 served;     // ...how many tickets earlier launches took
+    u32 padding;
     Tensor tensor[kMaxTensors];
 };
 

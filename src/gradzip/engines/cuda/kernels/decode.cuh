@@ -155,6 +155,26 @@ DEVICE u32 decode_block(const Args& a, const Tensor& t, u64 start, int n, u32 ki
     return kStraySparse;
 }
 
+// A block whose entry in the index is given, and the words before it.
+template <class F, int CODING, int FLOOR, bool ADD>
+DEVICE u32 decode_at(const Args& a, const Tensor& t, u64 block, u32 entry, u64 at, const u32* lookup, u32* table, u8* window,
+                     u32* room, u32* lists) {
+    const u8* body = pointer<const u8>(t.body);
+    u32 words = entry & 0x3fff;
+    u64 from = blocks_offset(t.numel, t.lengths != 0) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
+    int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
+    if (end > t.body_bytes) return kShortBody;
+    if (block == blocks_of(t.numel) - 1 && end != t.body_bytes) return kLongBody;
+    if (a.small) {
+        prefetch_stretch(body + from, 4 * words);
+        Source<Float32, FLOOR> source(a, t, start);
+        if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)n);
+        if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)n);
+    }
+    return decode_block<F, CODING, FLOOR, ADD>(a, t, start, n, entry >> 14, (const u32*)(body + from), words, lookup, table,
+                                               window, room, lists);
+}
+
 // One group of blocks, as many as there are warps.
 template <class F, int CODING, int FLOOR, bool ADD, int WARPS>
 DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* room, u64* place) {
@@ -180,25 +200,10 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
     if (block >= n_blocks) return;
     u64 at = *place;
     for (u64 b = first; b < block; b++) at += index[b] & 0x3fff;
-    u32 entry = uniform(index[block]), words = entry & 0x3fff;
-    u64 from = blocks_offset(t.numel, shared_book) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
-    int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
-    u32 fault;
-    if (a.small && end <= t.body_bytes) {
-        prefetch_stretch(body + from, 4 * words);
-        Source<Float32, FLOOR> source(a, t, start);
-        if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)n);
-        if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)n);
-    }
-    if (end > t.body_bytes)
-        fault = kShortBody;
-    else if (block == n_blocks - 1 && end != t.body_bytes)
-        fault = kLongBody;
-    else
-        fault = decode_block<F, CODING, FLOOR, ADD>(
-            a, t, start, n, entry >> 14, (const u32*)(body + from), words,
-            pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * 256, table, window, room,
-            pointer<u32>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * (kSlotBytes / 4));
+    u32 fault = decode_at<F, CODING, FLOOR, ADD>(
+        a, t, block, uniform(index[block]), at,
+        pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * 256, table, window, room,
+        pointer<u32>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * (kSlotBytes / 4));
     if (fault && lane_id() == 0) atomicOr(pointer<u32>(a.status), fault);
 }
 

@@ -121,6 +121,26 @@ DEVICE u32 base_of(const typename F::Bits* values, int n) {
     return count ? (total + count / 2) / count : 0;
 }
 
+// The form of a block from the or of its values and what was summed up for this thread's lane: bits of codes and raw
+// exponents, and zeros << 16.
+template <class F>
+DEVICE FixedForm form_of(u32 bits, bool single, u32 base, bool pruned, u32 column, int n, u32 raw) {
+    FixedForm form = {kSparse, 0, 0, 0, pruned, single, base, 0, 0};
+    if (bits == 0) return form;
+    u32 zeros = pruned ? column >> 16 : 0;
+    form.fields = (u32)n - sum(zeros);
+    u32 mantissas = bits & ((1u << (F::kField - 1)) - 1);
+    u32 width = mantissas ? (u32)(F::kField + 1 - __ffs((int)mantissas)) : (bits >> (8 * F::kItem - 1)) & 1;
+    form.whole = width / 8;
+    form.rest = width % 8;
+    u32 fields = (u32)n / 32 + (lane_id() < (u32)n % 32) - zeros;
+    form.refill = sum(((single ? 0 : column & 0xffff) + form.rest * fields) / 8);
+    u32 dense = (68 + form.whole * form.fields + form.refill + 3) / 4;
+    form.kind = dense < raw ? kDense : kRaw;
+    form.words = dense < raw ? dense : raw;
+    return form;
+}
+
 template <class F>
 DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, u32 raw, const u32* codes, u32* table) {
     u32 base = base_of<F>(values, n);
@@ -151,33 +171,22 @@ DEVICE FixedForm measure_fixed(const typename F::Bits* values, int n, u32 raw, c
     bool single = !any((exponent_of<F>(bits ^ first) | exponent_of<F>(common ^ first)) != 0);
     if (F::kItem == 2) bits &= 0xffff;
     bits = or_of(bits);
-    FixedForm form = {kSparse, 0, 0, 0, 0, single, single ? uniform(exponent_of<F>(first)) : base, 0, 0};
-    if (bits == 0) return form;
-    u32 zeros = sum(zeros_of(cost[0]) + zeros_of(cost[1]) + zeros_of(cost[2]) + zeros_of(cost[3])), loose = 0;
-    if (zeros)  // with -0 or subnormals among them, all values have a field
+    u32 zeros = 0;
+    for (int k = 0; k < 4; k++) zeros += zeros_of(cost[k]);
+    u32 loose = 0;
+    if (any(zeros != 0))  // with -0 or subnormals among them, all values have a field
         for (u32 i = lane_id(); i < (u32)n; i += 32) loose |= exponent_of<F>(values[i]) ? 0 : values[i];
     __syncwarp();
-    form.pruned = !any(loose != 0);
-    form.fields = form.pruned ? (u32)n - zeros : (u32)n;
-    u32 mantissas = bits & ((1u << (F::kField - 1)) - 1);
-    u32 width = mantissas ? (u32)(F::kField + 1 - __ffs((int)mantissas)) : (bits >> (8 * F::kItem - 1)) & 1;
-    form.whole = width / 8;
-    form.rest = width % 8;
-    u32 refill = 0;
-    for (u32 k = 0; k < 4; k++) {
-        // Threads that are equal modulo 8 have the same lanes.
-        u32 both = cost_of(cost[k]) | zeros_of(cost[k]) << 16, lane = 4 * (lane_id() & 7) + k;
+    // Threads that are equal modulo 8 have the same lanes; lane 4 i + k asks thread i.
+    u32 column = 0;
+    for (int k = 0; k < 4; k++) {
+        u32 both = cost_of(cost[k]) | zeros_of(cost[k]) << 16;
         both += __shfl_xor_sync(kAll, both, 8);
         both += __shfl_xor_sync(kAll, both, 16);
-        u32 fields = (u32)n / 32 + (lane < (u32)n % 32) - (form.pruned ? both >> 16 : 0);
-        u32 pushed = (form.single ? 0 : both & 0xffff) + form.rest * fields;
-        refill += lane_id() < 8 ? pushed / 8 : 0;
+        u32 asked = __shfl_sync(kAll, both, (int)lane_id() / 4);
+        if ((lane_id() & 3) == (u32)k) column = asked;
     }
-    form.refill = sum(refill);
-    u32 dense = (68 + form.whole * form.fields + form.refill + 3) / 4;
-    form.kind = dense < raw ? kDense : kRaw;
-    form.words = dense < raw ? dense : raw;
-    return form;
+    return form_of<F>(bits, single, single ? uniform(exponent_of<F>(first)) : base, !any(loose != 0), column, n, raw);
 }
 
 // --- Planes --------------------------------------------------------------------------------------------------------
@@ -253,10 +262,11 @@ DEVICE void push_fixed_row(Lanes& lanes, u32 v, u32 entry, bool here, bool escap
     lanes.push_exponent(F::kExponent == 8 ? v << (33 - 8 * F::kItem) : exponent_of<F>(v) << 24, entry, escapes);
 }
 
-// All rows, the last one first. Returns whether there were escapes.
+// All rows, the last one first. Returns whether there were escapes. `spills`: whether the refill bytes need more room than
+// there is, so that they leave it early.
 template <class F, bool REST>
-DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const u32* table, int n, const FixedForm& form) {
-    bool spills = form.refill > kRefillRoom;
+DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const u32* table, int n, const FixedForm& form,
+                            bool spills) {
     u32 up = 32 - (u32)F::kField + 8 * form.whole, lane = lane_id();  // brings the rest of a field to the top
     u32 escapes = 0;
     int grouped = n & ~127;
@@ -308,8 +318,8 @@ DEVICE void write_fixed(const Args& a, const Turn& turn, const typename S::Bits*
     if (form.single) clear_block_table(table);
     u32 refill_at = 68 + form.whole * form.fields;
     Lanes lanes(room, block + refill_at);
-    bool escapes = form.rest ? push_fixed_rows<S, true>(lanes, values, table, n, form)
-                             : push_fixed_rows<S, false>(lanes, values, table, n, form);
+    bool escapes = form.rest ? push_fixed_rows<S, true>(lanes, values, table, n, form, !early)
+                             : push_fixed_rows<S, false>(lanes, values, table, n, form, !early);
     if (early) {
         block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
         lanes.refill = block + refill_at;

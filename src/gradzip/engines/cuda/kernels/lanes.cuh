@@ -157,7 +157,8 @@ DEVICE u32 finish_dense(u8* block, const DenseHead& h, const Lanes& lanes) {
 // A warp takes the next block, finds out how long it is and announces that. The words of all blocks before it are summed
 // up from their announcements. Blocks are handed out in order, so that those before are done or under way.
 
-constexpr u64 kPartKnown = 1ull << 62, kSumKnown = 2ull << 62, kWordsMask = (1ull << 62) - 1;
+constexpr u64 kPartKnown = 1ull << 62, kSumKnown = 2ull << 62;
+constexpr u32 kWordBits = 40;  // of an announcement; above them is the launch's epoch, so that nothing need be cleared
 
 struct Turn {
     const Tensor* tensor;
@@ -183,32 +184,58 @@ DEVICE Turn turn_of(const Args& a, u32 ticket) {
             pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride};
 }
 
+DEVICE u64 announcement(const Args& a, u64 known, u64 words) { return known | (u64)a.epoch << kWordBits | words; }
+
 DEVICE void announce(const Args& a, const Turn& turn, u32 words) {
-    u64 state = turn.block ? kPartKnown | words : kSumKnown | words;
-    if (lane_id() == 0) *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) = state;
+    if (lane_id() == 0)
+        *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) =
+            announcement(a, turn.block ? kPartKnown : kSumKnown, words);
 }
 
-// The words before the block, once those of all blocks before are announced.
+// What the block `distance` before this one announced, once it has; before the first block there is nothing.
+template <u32 MORE>
+DEVICE void await_announcements(const Args& a, const Turn& turn, u32 distance, u64 seen[MORE]) {
+    const volatile u64* progress = pointer<const volatile u64>(a.progress) + turn.turn;
+    u64 none = announcement(a, 0, 0);
+    for (;;) {
+        bool missing = false;
+        for (u32 k = 0; k < MORE; k++) {
+            seen[k] = kSumKnown;
+            if (distance + 32 * k > turn.block) continue;
+            seen[k] = progress[-(long long)(distance + 32 * k)];
+            // Neither state bit, or another epoch.
+            missing |= seen[k] >> 62 == 0 || ((seen[k] ^ none) << 2) >> (kWordBits + 2) != 0;
+        }
+        if (!any(missing)) return;
+        let_others_run();
+    }
+}
+
+// The words before the block, once those of all blocks before are announced. Looks back at 32 blocks, then at 128 at once.
 DEVICE u64 await_place(const Args& a, const Turn& turn, u32 words) {
     if (turn.block == 0) return 0;
-    const volatile u64* progress = pointer<const volatile u64>(a.progress) + turn.turn;
     u64 before = 0;
-    for (u32 back = 1;; back += 32) {
-        u64 distance = back + lane_id();
-        u64 seen = kSumKnown;  // before the first block there is nothing
-        for (;;) {
-            if (distance <= turn.block) seen = progress[-(long long)distance];
-            if (!any(seen >> 62 == 0)) break;
-            let_others_run();
+    u32 back = 1;
+    for (bool found = false; !found;) {
+        constexpr u32 kMore = 4;
+        u64 seen[kMore];
+        u32 looked = back == 1 ? 1 : kMore;
+        if (back == 1) await_announcements<1>(a, turn, back + lane_id(), seen);
+        else await_announcements<kMore>(a, turn, back + lane_id(), seen);
+#pragma unroll
+        for (u32 k = 0; k < kMore; k++) {
+            if (k >= looked || found) continue;
+            u32 sums = __ballot_sync(kAll, seen[k] >> 62 == 2);
+            u32 last = sums ? (u32)__ffs((int)sums) - 1 : 31;
+            // 32 blocks have fewer than 2^19 words; only the known sum may be longer.
+            u64 known = __shfl_sync(kAll, seen[k] & ((1ull << kWordBits) - 1), (int)last);
+            before += sum(lane_id() < last || !sums ? (u32)seen[k] : 0) + (sums ? known : 0);
+            found = sums != 0;
         }
-        u32 sums = __ballot_sync(kAll, seen >> 62 == 2);
-        u32 last = sums ? (u32)__ffs((int)sums) - 1 : 31;
-        // 32 blocks have fewer than 2^19 words; only the known sum may be longer.
-        u64 known = __shfl_sync(kAll, seen & kWordsMask, (int)last);
-        before += sum(lane_id() < last || !sums ? (u32)seen : 0) + (sums ? known : 0);
-        if (sums) break;
+        back += 32 * looked;
     }
-    if (lane_id() == 0) *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) = kSumKnown | (before + words);
+    if (lane_id() == 0)
+        *pointer<volatile u64>(a.progress + 8 * (u64)turn.turn) = announcement(a, kSumKnown, before + words);
     return before;
 }
 
@@ -221,6 +248,7 @@ DEVICE u8* settle(const Args& a, const Turn& turn, u32 kind, u32 words, u64 plac
         if (turn.block == blocks_of(t.numel) - 1) {
             pointer<volatile u64>(a.sizes)[turn.number] = at + 4 * (u64)words;
             pointer<volatile u64>(a.sizes)[kMaxTensors] = *pointer<u32>(a.status);
+            if (a.epoch) __threadfence_system();  // the host looks at it before the kernel has ended
         }
     }
     return pointer<u8>(t.body) + at;
