@@ -46,40 +46,102 @@ struct Running {
 
 class Simulator {
   public:
-    explicit Simulator(const gz_plan_problem& problem) : p(problem), step_of(problem.units), asked(problem.units) {
+    Simulator(const gz_plan_problem& problem, const std::vector<double>& work)
+        : p(problem), work(work) {
+        state.step_of.resize(p.units);
+        state.asked.resize(p.units);
         rounds.assign((size_t)p.options * p.stride, -1);
         round_count.assign(p.options + 1, 0);  // one more: nothing at all
         for (int32_t o = 0; o < p.options; o++)
             for (int s = 0; s < p.counts[o]; s++)
                 if (p.resources[(int64_t)o * p.stride + s] & kLinks)
                     rounds[(size_t)o * p.stride + round_count[o]++] = (int16_t)s;
-        issued.resize(p.stride + 1);
+        state.issued.resize(p.stride + 1);
     }
 
-    // The end of the last task; `limit` ends a simulation that can only come out worse. Events come in order of start.
+    // The end of the last task; `limit` ends a simulation that can only come out later: what a resource has still to do
+    // takes at least its time. Events come in order of start.
     double run(const int32_t* plan, double limit, std::vector<Event>* events = nullptr) {
         log = events;
         if (log) log->clear();
-        for (auto& queue : queues) queue.clear();
-        running.clear();
-        busy = 0;
-        computed = 0;
-        computing = false;
-        most_rounds = 0;
-        for (int32_t u = 0; u < p.units; u++) {
-            asked[u] = -1;
-            const int32_t option = plan[p.decisions[u]];
-            if (round_count[option] > most_rounds) most_rounds = round_count[option];
+        begin(plan);
+        const double end = advance(plan, limit, p.units);
+        log = nullptr;
+        return end;
+    }
+
+    // Simulates until the backward of a unit begins: all that does not depend on what that unit does then.
+    void begin_until(const int32_t* plan, int32_t unit) {
+        begin(plan);
+        advance(plan, kNever, unit);
+        kept = state;
+    }
+
+    // Goes on from there with another option for the decision of that unit, which had none.
+    double resume(const int32_t* plan, int32_t unit, double limit) {
+        state = kept;
+        const int32_t decision = p.decisions[unit], option = plan[decision];
+        if (option < p.options) {
+            if (round_count[option] > state.most_rounds) state.most_rounds = round_count[option];
+            for (int32_t u = unit; u < p.units && p.decisions[u] == decision; u++) add_work(u, option);
         }
-        std::memset(issued.data(), 0, issued.size() * sizeof issued[0]);
-        double end = 0.0;
+        return advance(plan, limit, p.units);
+    }
+
+  private:
+    struct State {
+        double left[kResources];  // seconds of tasks that have not begun, by resource
+        double free_at[kResources];
+        Queue queues[kResources];
+        std::vector<Running> running;  // one for each resource at the most, and delays
+        uint8_t busy;
+        int32_t computed;
+        bool computing;
+        int most_rounds;
+        std::vector<int16_t> step_of, asked;
+        std::vector<int32_t> issued;
+    };
+
+    const gz_plan_problem& p;
+    const std::vector<double>& work;
+    State state, kept;
+    std::vector<int16_t> rounds;
+    std::vector<int> round_count;
+    std::vector<int32_t> arrivals;
+    std::vector<Event>* log = nullptr;
+
+    void begin(const int32_t* plan) {
+        for (auto& queue : state.queues) queue.clear();
+        state.running.clear();
+        state.busy = 0;
+        state.computed = 0;
+        state.computing = false;
+        state.most_rounds = 0;
+        for (int r = 0; r < kResources; r++) state.left[r] = state.free_at[r] = 0.0;
+        for (int32_t u = 0; u < p.units; u++) {
+            state.asked[u] = -1;
+            state.left[kGpu] += p.backward[u];
+            const int32_t option = plan[p.decisions[u]];
+            if (option == p.options) continue;
+            if (round_count[option] > state.most_rounds) state.most_rounds = round_count[option];
+            add_work(u, option);
+        }
+        std::memset(state.issued.data(), 0, state.issued.size() * sizeof state.issued[0]);
         dispatch(plan, 0.0);
-        while (!running.empty()) {
+    }
+
+    // Until nothing runs any more, or the backward of `until` begins.
+    double advance(const int32_t* plan, double limit, int32_t until) {
+        const bool limited = limit < kNever;
+        limit *= 1 + 1e-9;  // what is left is counted by subtraction
+        double end = 0.0;
+        std::vector<Running>& running = state.running;
+        while (!running.empty() && !(state.computing && state.computed == until)) {
             double now = running[0].end;
             for (const Running& r : running)
                 if (r.end < now) now = r.end;
             end = now;
-            if (end > limit) return kNever;
+            if (end > limit || (limited && least_end(now) > limit)) return kNever;
             arrivals.clear();
             for (size_t i = 0; i < running.size();) {
                 if (running[i].end != now) {
@@ -89,7 +151,7 @@ class Simulator {
                 const Running done = running[i];
                 running[i] = running.back();
                 running.pop_back();
-                busy &= (uint8_t)~done.resources;
+                state.busy &= (uint8_t)~done.resources;
                 complete(plan, done);
             }
             release(plan);
@@ -99,43 +161,44 @@ class Simulator {
         return end;
     }
 
-  private:
-    const gz_plan_problem& p;
-    Queue queues[kResources];
-    std::vector<Running> running;  // one for each resource at the most, and delays
-    uint8_t busy = 0;
-    int32_t computed = 0;
-    bool computing = false;
-    int most_rounds = 0;
-    std::vector<int16_t> step_of, asked, rounds;
-    std::vector<int> round_count;
-    std::vector<int32_t> issued, arrivals;
-    std::vector<Event>* log = nullptr;
+    void add_work(int32_t unit, int32_t option) {
+        const double* own = work.data() + ((int64_t)p.classes[unit] * p.options + option) * (kResources + 1);
+        for (int r = 0; r < kResources; r++) state.left[r] += own[r];
+    }
+
+    double least_end(double now) const {
+        double least = now;
+        for (int r = 0; r < kResources; r++) {
+            const double end = (state.free_at[r] > now ? state.free_at[r] : now) + state.left[r];
+            if (end > least) least = end;
+        }
+        return least;
+    }
 
     uint8_t mask(int32_t option, int step) const { return p.resources[(int64_t)option * p.stride + step]; }
 
     void complete(const int32_t* plan, const Running& done) {
         if (done.step < 0) {
-            computed++;
-            computing = false;
+            state.computed++;
+            state.computing = false;
         }
         const int32_t option = plan[p.decisions[done.unit]];
         const int step = done.step + 1;
         if (option == p.options || step == p.counts[option]) return;
-        step_of[done.unit] = (int16_t)step;
+        state.step_of[done.unit] = (int16_t)step;
         if (mask(option, step) & kLinks)
-            asked[done.unit] = (int16_t)step;
+            state.asked[done.unit] = (int16_t)step;
         else
             arrivals.push_back(done.unit);
     }
 
     void release(const int32_t* plan) {
-        for (int k = 0; k < most_rounds; k++)
-            for (int32_t& unit = issued[k]; unit < computed; unit++) {
+        for (int k = 0; k < state.most_rounds; k++)
+            for (int32_t& unit = state.issued[k]; unit < state.computed; unit++) {
                 const int32_t option = plan[p.decisions[unit]];
                 if (k >= round_count[option]) continue;
-                if (asked[unit] != rounds[(size_t)option * p.stride + k]) break;
-                asked[unit] = -1;
+                if (state.asked[unit] != rounds[(size_t)option * p.stride + k]) break;
+                state.asked[unit] = -1;
                 arrivals.push_back(unit);
             }
     }
@@ -145,37 +208,41 @@ class Simulator {
             for (size_t j = i; j > 0 && arrivals[j] < arrivals[j - 1]; j--) std::swap(arrivals[j], arrivals[j - 1]);
         for (int32_t unit : arrivals) {
             const int32_t option = plan[p.decisions[unit]];
-            const uint8_t wanted = mask(option, step_of[unit]);
-            if (!wanted) start(now, unit, step_of[unit], 0, duration(p, unit, option, step_of[unit]));
-            for (int r = 0; r < kResources; r++)
-                if (wanted >> r & 1) queues[r].items.push_back(unit);
+            const uint8_t wanted = mask(option, state.step_of[unit]);
+            if (!wanted) start(now, unit, state.step_of[unit], 0, duration(p, unit, option, state.step_of[unit]));
+            for (int bits = wanted; bits; bits &= bits - 1) state.queues[__builtin_ctz(bits)].items.push_back(unit);
         }
     }
 
     void start(double now, int32_t unit, int step, uint8_t resources, double seconds) {
-        running.push_back({now + seconds, unit, (int16_t)step, resources});
+        state.running.push_back({now + seconds, unit, (int16_t)step, resources});
         if (log) log->push_back({now, now + seconds, unit, (int16_t)step, resources});
-        busy |= resources;
+        state.busy |= resources;
+        for (int bits = resources; bits; bits &= bits - 1) {
+            const int r = __builtin_ctz(bits);
+            state.left[r] -= seconds;
+            state.free_at[r] = now + seconds;
+        }
     }
 
     void dispatch(const int32_t* plan, double now) {
         for (int r = 0; r < kResources; r++) {
-            if (busy >> r & 1 || queues[r].empty()) continue;
-            const int32_t unit = queues[r].items[queues[r].head];
-            const int step = step_of[unit];
+            if (state.busy >> r & 1 || state.queues[r].empty()) continue;
+            const int32_t unit = state.queues[r].items[state.queues[r].head];
+            const int step = state.step_of[unit];
             const uint8_t wanted = mask(plan[p.decisions[unit]], step);
-            if (busy & wanted) continue;
+            if (state.busy & wanted) continue;
             bool first = true;
             for (int q = 0; q < kResources; q++)
-                if (wanted >> q & 1 && queues[q].items[queues[q].head] != unit) first = false;
+                if (wanted >> q & 1 && state.queues[q].items[state.queues[q].head] != unit) first = false;
             if (!first) continue;
             for (int q = 0; q < kResources; q++)
-                if (wanted >> q & 1) queues[q].head++;
+                if (wanted >> q & 1) state.queues[q].head++;
             start(now, unit, step, wanted, duration(p, unit, plan[p.decisions[unit]], step));
         }
-        if (!computing && computed < p.units && !(busy >> kGpu & 1) && queues[kGpu].empty()) {
-            computing = true;
-            start(now, computed, -1, 1 << kGpu, p.backward[computed]);
+        if (!state.computing && state.computed < p.units && !(state.busy >> kGpu & 1) && state.queues[kGpu].empty()) {
+            state.computing = true;
+            start(now, state.computed, -1, 1 << kGpu, p.backward[state.computed]);
         }
     }
 };
@@ -250,12 +317,21 @@ std::vector<double> works(const gz_plan_problem& p) {
 
 struct gz_planner {
     gz_plan_problem problem;
-    Simulator simulator;
     std::vector<double> work;
+    Simulator simulator;
     std::vector<int32_t> plan;
     std::vector<Event> events;
+    std::vector<int32_t> logged;  // the plan that the events are of
     std::vector<std::pair<double, int32_t>> likely;
-    explicit gz_planner(const gz_plan_problem& p) : problem(p), simulator(problem), work(works(p)), plan(p.decision_count) {}
+    explicit gz_planner(const gz_plan_problem& p) : problem(p), work(works(p)), simulator(problem, work), plan(p.decision_count) {}
+
+    const std::vector<Event>& events_of(const int32_t* wanted) {
+        if (logged.empty() || !std::equal(logged.begin(), logged.end(), wanted)) {
+            simulator.run(wanted, kNever, &events);
+            logged.assign(wanted, wanted + problem.decision_count);
+        }
+        return events;
+    }
 };
 
 extern "C" {
@@ -266,12 +342,37 @@ GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem) { return new gz_
 
 GZ_API void gz_plan_close(gz_planner* planner) { delete planner; }
 
-GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* starts) {
-    if (!starts) return planner->simulator.run(plan, kNever);
-    const double time = planner->simulator.run(plan, kNever, &planner->events);
-    for (const Event& e : planner->events)
+GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double limit, double* starts) {
+    if (!starts) return planner->simulator.run(plan, limit);
+    double time = 0.0;
+    for (const Event& e : planner->events_of(plan)) {
         starts[(int64_t)e.unit * (planner->problem.stride + 1) + e.step + 1] = e.start;
+        if (e.end > time) time = e.end;
+    }
     return time;
+}
+
+GZ_API double gz_plan_bubble(gz_planner* planner, const int32_t* plan, uint8_t slow, double* through) {
+    const gz_plan_problem& p = planner->problem;
+    enum Link : uint8_t { kNone, kPrompt, kWaited };  // how a unit came to its first link
+    std::vector<Link> came(p.units, kNone);
+    std::vector<bool> on_slow(p.units, false);
+    std::vector<double> before(p.units, 0.0);  // the end of a unit's task before the one at hand
+    std::fill(through, through + p.decision_count, -kNever);
+    double reached = -kNever, idle = -kNever;
+    for (const Event& e : planner->events_of(plan)) {
+        if (e.step >= 0 && e.resources & kLinks && came[e.unit] == kNone)
+            came[e.unit] = e.start <= before[e.unit] * (1 + 1e-12) ? kPrompt : kWaited;
+        before[e.unit] = e.end;
+        if (e.step < 0 || !(e.resources & slow)) continue;
+        const bool is_new = !on_slow[e.unit] && came[e.unit] == kPrompt;
+        on_slow[e.unit] = true;
+        if (is_new && reached > -kNever && e.start > reached * (1 + 1e-9)) idle = reached;
+        if (e.end > reached) reached = e.end;
+        double& left = through[p.decisions[e.unit]];
+        if (e.end > left) left = e.end;
+    }
+    return idle;
 }
 
 GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t decision, const int32_t* tried, int32_t count,
@@ -281,14 +382,13 @@ GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t de
     changed.assign(plan, plan + p.decision_count);
     auto& likely = planner->likely;
     likely.clear();
+    const int32_t first = (int32_t)(std::lower_bound(p.decisions, p.decisions + p.units, decision) - p.decisions);
+    changed[decision] = p.options;
+    planner->simulator.begin_until(changed.data(), first);
     if (simulated < count) {
-        changed[decision] = p.options;
-        const double without = planner->simulator.run(changed.data(), kNever);
+        const double without = planner->simulator.resume(changed.data(), first, *time - worth);
         if (*time - without <= worth) return plan[decision];  // whatever it does, nothing is gained
-        planner->simulator.run(plan, kNever, &planner->events);
-        const Screen screen(p, planner->events, decision);
-        int32_t first = 0;
-        while (p.decisions[first] != decision) first++;
+        const Screen screen(p, planner->events_of(plan), decision);
         for (int32_t i = 0; i < count; i++) {
             double work[kResources + 1] = {};
             for (int32_t u = first; u < p.units && p.decisions[u] == decision; u++) {
@@ -307,7 +407,7 @@ GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t de
     for (const auto& candidate : likely) {
         if (candidate.second == plan[decision]) continue;
         changed[decision] = candidate.second;
-        const double found = planner->simulator.run(changed.data(), *time);
+        const double found = planner->simulator.resume(changed.data(), first, *time);
         if (found < *time) {
             *time = found;
             best = candidate.second;

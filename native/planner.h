@@ -24,15 +24,20 @@ typedef struct {
 typedef struct gz_planner gz_planner;
 
 // Raised with every change of this file, so that a caller can tell a library that is older than itself.
-#define GZ_PLAN_VERSION 1
+#define GZ_PLAN_VERSION 2
 GZ_API int32_t gz_plan_version(void);
 
 GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem);
 GZ_API void gz_plan_close(gz_planner* planner);
 
 // The end of the last task when unit u takes option plan[decisions[u]]. starts, if not NULL: [units][stride + 1], when backward
-// and each task of a unit start.
-GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double* starts);
+// and each task of a unit start. Infinity if it is certain to be after `limit`.
+GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double limit, double* starts);
+
+// When the links of the mask `slow` fall idle before the last wait for a new unit, minus infinity if they never do. A wait
+// counts only if that unit never waited for a link itself: otherwise earlier units may be to blame. through[d]: when the
+// units of a decision have left these links.
+GZ_API double gz_plan_bubble(gz_planner* planner, const int32_t* plan, uint8_t slow, double* through);
 
 // The best of `count` options for one decision, all others as they are. *time is that of the plan as it is, and becomes
 // that of the plan with the option returned. With simulated < count only that many, the likeliest, are simulated, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from .. import engines
 from ..errors import EngineError
 
-VERSION = 1  # of native/planner.h
+VERSION = 2  # of native/planner.h
 Plan = npt.NDArray[np.int32]  # for each decision, the number of its option
 
 
@@ -56,7 +57,8 @@ def _library() -> ctypes.CDLL:
     for name, result, arguments in (
         ("gz_plan_open", pointer, [pointer]),
         ("gz_plan_close", None, [pointer]),
-        ("gz_plan_time", ctypes.c_double, [pointer, pointer, pointer]),
+        ("gz_plan_time", ctypes.c_double, [pointer, pointer, ctypes.c_double, pointer]),
+        ("gz_plan_bubble", ctypes.c_double, [pointer, pointer, ctypes.c_uint8, pointer]),
         ("gz_plan_best", i32, [pointer, pointer, i32, pointer, i32, i32, ctypes.c_double, pointer]),
         ("gz_plan_offload", ctypes.c_int64, [pointer, pointer, i32, pointer, pointer, pointer, pointer]),
     ):
@@ -90,14 +92,25 @@ class Evaluator:
         if hasattr(self, "_planner"):
             self._library.gz_plan_close(self._planner)
 
-    def time(self, plan: Plan) -> float:
-        return float(self._library.gz_plan_time(self._planner, _address(plan), None))
+    def time(self, plan: Plan, limit: float = math.inf) -> float:
+        """Infinity if it is certain to take longer than the limit."""
+        return float(self._library.gz_plan_time(self._planner, _address(plan), limit, None))
 
     def starts(self, plan: Plan) -> npt.NDArray[np.float64]:
         """[units, 1 + tasks]: when backward and each task start; NaN where an option has no such task."""
         starts = np.full((self.tables.units, 1 + self.tables.resources.shape[1]), np.nan)
-        self._library.gz_plan_time(self._planner, _address(plan), _address(starts))
+        self._library.gz_plan_time(self._planner, _address(plan), math.inf, _address(starts))
         return starts
+
+    def bubble(self, plan: Plan, slow: int) -> tuple[float, npt.NDArray[np.float64]]:
+        """When these links fall idle before their last wait for a new unit, minus infinity if they never do, and when
+        the units of each decision have left them.
+
+        A wait counts only if that unit never waited for a link itself: otherwise earlier units may be to blame.
+        """
+        through = np.empty(self.tables.decided)
+        idle = self._library.gz_plan_bubble(self._planner, _address(plan), slow, _address(through))
+        return float(idle), through
 
     def best(
         self,

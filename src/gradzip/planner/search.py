@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from .fast import Plan
 from .problem import Problem
-from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, LINKS
+from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT
 
 MOST_OFFLOADS = 5_000  # vectors of counts that Algorithm 2 may try
 MOST_PASSES = 20
@@ -89,35 +89,13 @@ def by_size(problem: Problem) -> list[int]:
 
 
 def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
-    """Units that are sent uncompressed and are through when the slow link waits, for the last time, for a new unit.
-
-    A wait counts only if that unit never waited for a link itself: otherwise earlier units may be to blame.
-    """
-    tables = problem.tables
-    starts = problem.evaluator.starts(plan)
-    decided, plan = plan, plan[tables.decisions]  # from here on by chunks
-    rows = np.arange(len(plan))
-    there = np.arange(tables.resources.shape[1]) < tables.counts[plan][:, None]
+    """Units that are sent uncompressed and are through when the slow link waits, for the last time, for a new unit."""
     slow = INTER_IN | INTER_OUT if problem.network.topology.hosts > 1 else INTRA_IN | INTRA_OUT
-    uses = (tables.resources[plan] & slow > 0) & there
-    first_slow = uses.argmax(axis=1)
-    first_any = ((tables.resources[plan] & LINKS > 0) & there).argmax(axis=1)
-    seconds = np.concatenate([tables.backward[:, None], tables.seconds[tables.classes, plan]], axis=1)
-    ends = starts + seconds
-    prompt = starts[rows, first_any + 1] <= ends[rows, first_any] * (1 + 1e-12)
-    new = np.zeros_like(uses)
-    new[rows, first_slow] = prompt
-    sent = np.where(uses, ends[:, 1:], -math.inf)
-    begun = starts[:, 1:][uses]
-    order = np.argsort(begun, kind="stable")
-    begun, reached, new = begun[order], np.maximum.accumulate(sent[uses][order]), new[uses][order]
-    gaps = np.flatnonzero((begun[1:] > reached[:-1] * (1 + 1e-9)) & new[1:])
-    if not len(gaps):
+    idle, through = problem.evaluator.bubble(plan, slow)
+    if math.isinf(idle):
         return set()
-    plain = np.array([not choice.compresses for choice in problem.choices])[decided]
-    through = np.full(len(decided), -math.inf)
-    np.maximum.at(through, tables.decisions, sent.max(axis=1))
-    return set(np.flatnonzero(plain & (through <= reached[gaps[-1]])).tolist())
+    plain = np.array([not problem.choices[number].compresses for number in plan])
+    return set(np.flatnonzero(plain & (through <= idle)).tolist())
 
 
 def movable(problem: Problem, plan: Plan) -> list[tuple[int, int]]:
@@ -192,7 +170,7 @@ def improve_pairs(problem: Problem, plan: Plan, found: float) -> tuple[Plan, flo
             for first, second in itertools.product(likely[one], likely[other]):
                 changed_plan = plan.copy()
                 changed_plan[one], changed_plan[other] = first, second
-                if (time_s := evaluate(changed_plan)) < found:
+                if (time_s := evaluate(changed_plan, found)) < found:
                     plan, found = changed_plan, time_s
         if found >= before * (1 - ENOUGH):
             break
@@ -202,18 +180,21 @@ def improve_pairs(problem: Problem, plan: Plan, found: float) -> tuple[Plan, flo
 def best_threshold(problem: Problem) -> tuple[Plan, float]:
     """The best plan in which all units from some size on do the same, and all smaller ones do the same."""
     evaluate = problem.evaluator.time
-    uniform = sorted((evaluate(problem.uniform(number)), number) for number in range(problem.primary))
+    uniform: list[tuple[float, int]] = []  # the best ones, in order
+    for number in range(problem.primary):
+        most = uniform[-1][0] if len(uniform) == THRESHOLDS else math.inf
+        uniform = sorted([*uniform, (evaluate(problem.uniform(number), most), number)])[:THRESHOLDS]
     found, number = uniform[0]
     best = problem.uniform(number)
     sizes = np.array([unit.raw_bytes for unit in problem.units])
     steps = np.unique(sizes)[1:]
     steps = steps[:: max(1, len(steps) // THRESHOLDS)]
-    likely = [number for _, number in uniform[:THRESHOLDS]]
+    likely = [number for _, number in uniform]
     plain = [number for number in range(problem.primary) if not problem.choices[number].compresses]
     for large in likely[:3]:
         for small in {*plain, *likely} - {large}:
             for size in steps:
                 plan = np.where(sizes >= size, large, small).astype(np.int32)
-                if (time_s := evaluate(plan)) < found:
+                if (time_s := evaluate(plan, found)) < found:
                     best, found = plan, time_s
     return best, found
