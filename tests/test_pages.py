@@ -73,6 +73,14 @@ def test_examples_of_the_readme_and_quick_start_name_real_things() -> None:
                 assert hasattr(gradzip, name) or (PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists(), name
 
 
+def test_the_compatibility_page_is_made_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import make_compatibility
+
+    assert make_compatibility.PAGE.read_text() == make_compatibility.page(), "run python bench/make_compatibility.py"
+    assert make_compatibility.page().count("| ✓") == 7 * 7, "every feature alone, and with every other"
+
+
 def test_what_the_compatibility_table_names_is_tested() -> None:
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)(?:\[(.+?)\])?`", (ROOT / "docs/compatibility.md").read_text())
     assert len(named) > 20
