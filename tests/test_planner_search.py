@@ -153,10 +153,9 @@ def test_more_uncertain_measurements_make_a_more_uncertain_plan() -> None:
     sure = problem()
     assert sure.uncertainty(sure.uniform(0)) < 1e-6
     noisy = profile()
+    off = {1e6: 0.8, 2e6: 1.2, 4e6: 0.8, 8e6: 1.2}
     rough = [
-        replace(
-            c, curve=type(c.curve)(tuple((x, t * (1.3 if i % 2 else 0.7)) for i, (x, t) in enumerate(c.curve.points)))
-        )
+        replace(c, curve=type(c.curve)(tuple((x, c.curve.line.at(x) * by) for x, by in off.items())))
         for c in noisy.collectives
     ]
     noisy = replace(noisy, collectives=tuple(rough))
