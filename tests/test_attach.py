@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from training import POLICIES, same, start
 
 import gradzip
 from gradzip import Fixed, Rules
+from gradzip.backward import ALONE
 from gradzip.errors import Unsupported
 
 FEEDBACK = ("randomk", "topk", "powersgd", "near-4096", "mixed")
@@ -189,7 +191,29 @@ def alone() -> bool:
     ours = net.weight.grad
     net.weight.grad = None
     net(x).square().mean().backward()
-    return torch.equal(ours, net.weight.grad) and handle.stats()["bytes_sent"] == 0
+    exact, counted = torch.equal(ours, net.weight.grad), handle.stats()
+    handle.detach()
+    lossy = coded_alone(net, groups[dist.get_rank()], x)
+    return exact and counted["bytes_sent"] == 0 and counted["steps"] == 1 and lossy
+
+
+def coded_alone(net: nn.Module, group: dist.ProcessGroup, x: torch.Tensor) -> bool:
+    """A lossy codec leaves a single rank's gradient as it is, unless it is asked to code; dgc gives a momentum."""
+    seen = {}
+    for codec, asked in (("topk:ratio=0.1", "0"), ("topk:ratio=0.1", "1"), ("powersgd:rank=1", "0"), ("dgc", "0")):
+        os.environ[ALONE] = asked
+        model = DistributedDataParallel(net, process_group=group)
+        handle = gradzip.attach(model, policy=Fixed(codec), timeout=TIMEOUT)
+        for _ in range(2):
+            net.zero_grad()
+            model(x).square().mean().backward()
+        seen[codec, asked] = net.weight.grad
+        handle.detach()
+    del os.environ[ALONE]
+    net.zero_grad()
+    net(x).square().mean().backward()
+    same = [key for key, gradient in seen.items() if torch.equal(gradient, net.weight.grad)]
+    return same == [("topk:ratio=0.1", "0"), ("powersgd:rank=1", "0")]
 
 
 def mistakes() -> dict[str, str]:

@@ -38,6 +38,7 @@ class DGC(SparseFrame):
     summary: ClassVar[str] = "the largest values of an accumulated momentum; for SGD without momentum of its own"
     error: ClassVar[str] = "the smaller values; kept inside, with their momentum"
     fixed_size: ClassVar[bool] = False
+    transforms: ClassVar[bool] = True  # it gives a momentum
 
     ratio: float = 0.001  # part of the values that is sent; higher = closer to the gradient
     momentum: float = 0.9  # instead of the optimizer's
