@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gc
 import importlib.util
 import multiprocessing as mp
 import os
@@ -105,13 +106,16 @@ def work(inbox: Any, outbox: Any, options: argparse.Namespace) -> None:
     """A process that takes run after run."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    device = torch.device(options.device)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
     while (run := inbox.get()) is not None:
         try:
             row, found = train(run, options.data, device, options.limit, options.epochs, not options.no_graph)
             outbox.put((run, row, found, ""))
         except BaseException:
             outbox.put((run, None, [], traceback.format_exc()))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the others may need it
 
 
 @contextlib.contextmanager
@@ -179,9 +183,11 @@ def run_all(todo: list[Run], options: argparse.Namespace, deadline: float) -> in
                 flush=True,
             )
     finally:
+        for box in boxes:
+            box.put(None)
         for process in processes:
+            process.join(0.1 if busy else 10)
             process.kill()
-        for process in processes:
             process.join()
     print(f"{len(left)} runs are still to do", flush=True)
     return failures

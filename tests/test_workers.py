@@ -22,7 +22,7 @@ from gradzip.codecs import Context, parse
 from gradzip.optim import EFMomentum
 from gradzip.policy import as_policy
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 from workers import rounding
 from workers.exact import ExactWorkers
 from workers.stacked import StackedWorkers

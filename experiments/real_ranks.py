@@ -1,7 +1,7 @@
 """Trains a task by real ranks under DDP, once for each policy: step times, and loss and accuracy over wall time.
 
-    gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- python experiments/ranks.py --task gcomp-cifar --epochs 3 \\
-        --policies 'plain;torch bf16;gcomp;gcomp:keep=7' --network '10 Gbit/s' --data DATA --csv experiments/gcomp/times.csv
+    gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- python real_ranks.py --task gcomp-cifar \\
+        --policies 'plain;torch bf16;gcomp' --epochs 3 --network '10 Gbit/s' --data DATA --csv gcomp/times.csv
 
 Rank r takes worker r's batches of the task (workers/tasks.py). Evaluation stops the clock. A policy is `plain` (DDP by
 itself), one of torch's own hooks (`torch bf16`, `torch powersgd 4`), `auto` (gradzip's plan), or a policy of gradzip's.

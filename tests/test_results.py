@@ -1,0 +1,111 @@
+"""The papers' experiments: the page follows its CSV files, the rows exist, and a tiny run of each kind works."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "experiments"
+sys.path.append(str(FOLDER))
+from workers import running, tasks  # noqa: E402
+from workers.pictures import ResNet18  # noqa: E402
+from workers.running import FIELDS, Run  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    return importlib.import_module("make_results")
+
+
+@pytest.fixture(scope="module")
+def series() -> ModuleType:
+    return importlib.import_module("series")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Random pictures in the form of CIFAR-10's official binary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        rows = rng.integers(0, 256, (8, 3073), dtype=np.uint8)
+        rows[:, 0] %= 10
+        (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
+    return tmp_path
+
+
+def test_the_page_follows_the_results(results: ModuleType) -> None:
+    assert results.PAGE.read_text() == results.page(), "run python experiments/make_results.py"
+
+
+def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:
+    rows = {(run.task, run.row) for name in (*series.EXPERIMENTS, *series.ON_DEMAND) for run in series.runs_of(name)}
+    paper = {("powersgd-cifar", row) for row in results.published.POWERSGD_CIFAR}
+    paper |= {("powersgd-wikitext", row) for row in results.published.POWERSGD_LSTM}
+    paper |= {(task, row) for task, table in results.published.ACCORDION.items() for row in table}
+    assert paper <= rows
+    assert {task for task, _ in rows} == {task for task, _ in paper} | set(results.TASKS)
+    assert {task for task, _ in rows} <= set(tasks.TASKS)
+
+
+def test_results_that_are_there_are_not_run_again(series: ModuleType, tmp_path: Path) -> None:
+    before = series.missing(["powersgd"], tmp_path, None, "")
+    run = before[0]
+    row = dict.fromkeys(FIELDS, "") | {"task": run.task, "row": run.row, "seed": run.seed}
+    series.append(tmp_path / "powersgd" / series.RESULTS, [row], FIELDS)
+    assert series.missing(["powersgd"], tmp_path, None, "") == before[1:]
+    seeds = [run.seed for run in before]
+    assert seeds == sorted(seeds), "one seed of everything before the second"
+
+
+@pytest.mark.parametrize(
+    ("task", "policy", "probe"),
+    [
+        ("accordion-resnet18", "accordion ~ powersgd:rank=2 ~ powersgd:rank=1 ~ epochs=1,lr_drop=1", ""),
+        ("gcomp-cifar", "gcomp:ulps=256", ""),
+        ("gcomp-cifar", "plain", "rates"),
+    ],
+)
+def test_a_tiny_run(task: str, policy: str, probe: str, pictures: Path) -> None:
+    run = Run("test", task, "a row", policy, probe=probe)
+    row, found = running.train(run, pictures, torch.device("cpu"), limit=32, epochs=1)
+    assert set(row) == set(FIELDS)
+    assert math.isfinite(row["loss"])
+    assert len(row["losses"].split()) == row["steps"] == 2
+    assert 0 < row["mib_per_epoch"] < 7
+    if policy.startswith("gcomp"):
+        assert 1 < float(row["own_bits"]) < 32
+    if probe:
+        (_, fields, rates), (_, _, stale) = found
+        assert all(set(rate) == set(fields) for rate in rates)
+        assert len(rates) == 2
+        assert stale
+    else:
+        assert not found
+
+
+def test_sizes_are_the_papers() -> None:
+    model = ResNet18()
+    assert sum(p.numel() for p in model.parameters()) == 11_173_962
+    for rank, mebibytes in ((1, 4.21), (2, 7.53), (4, 14.18), (7, 24.16)):
+        codec = running.policy_of(f"powersgd:rank={rank}").rules["*"].codec  # type: ignore[attr-defined]
+        sent = sum(_floats(codec, p.shape) for p in model.parameters())
+        assert abs(4 * 24 * sent / 2**20 - mebibytes) < 0.01
+
+
+def _floats(codec: str, shape: torch.Size) -> float:
+    from gradzip.codecs import parse
+    from gradzip.codecs.lowrank import PowerSGD
+    from gradzip.policy import small
+
+    chosen = parse(codec)
+    assert isinstance(chosen, PowerSGD)
+    return shape.numel() if small(shape) else chosen.sent(shape)
