@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from gradzip.engines.cuda import driver, launch
@@ -22,11 +23,14 @@ class Emulator:
         self.launched: list[str] = []
         self._functions: dict[str, ctypes._CFuncPtr] = {}
 
-    def launch(
+    def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
-    ) -> None:
-        self.launched.append(kernel)
-        self._functions[kernel](arguments, groups, threads)
+    ) -> Callable[[], None]:
+        def launch() -> None:
+            self.launched.append(kernel)
+            self._functions[kernel](arguments, groups, threads)
+
+        return launch
 
     def load(self, kernel: str, threads: int, shared: int) -> int:
         self._functions[kernel] = ctypes.CDLL(str(_compiled(kernel))).entry
@@ -68,4 +72,5 @@ def install() -> Emulator:
     """From now on the cuda engine takes CPU tensors."""
     emulator = Emulator()
     launch.emulator = emulator
+    launch._workspaces.clear()  # what was prepared there is bound to the emulator of before
     return emulator

@@ -8,6 +8,7 @@ all their tensors together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -64,7 +65,14 @@ def encode(
 
     `lengths`, (segments, 256) uint8, are the code lengths to use; by default the encoder samples `x`.
     """
-    return encode_many([x], job, [out], [floor], [lengths])[0]
+    if not x.numel() or out.data_ptr() % 4:
+        return encode_many([x], job, [out], [floor], [lengths])[0]
+    given = None if lengths is None else _on(lengths, x.device)
+    run = prepare((Part(x, out, 0, _needed_floor(x, job, floor), given),), _coding(x, job), job, encodes=True)
+    run.run()
+    (size,), status = run.finish()
+    _raise_bad_lengths(status)
+    return size
 
 
 def encode_many(
@@ -99,7 +107,9 @@ def decode(
 
     If the payload proves to be corrupt, `out` has been written to in part.
     """
-    decode_many([body], [out], [floor], shift, add, [book])
+    part = _readable(body, out, floor, book, out if add else None)
+    if out.numel():
+        _decode_batch((part,), shift)
 
 
 def decode_many(
@@ -116,18 +126,7 @@ def decode_many(
         for body, out, floor, book in zip(bodies, outs, floors or [None] * len(outs), books or [None] * len(outs))
     ]
     for batch in batches([part for part in parts if part.values.numel()]):
-        coding = FIXED if batch[0].floor is None else NEAR
-        actual = _decode(batch, coding, shift)
-        if actual is not None:  # rare enough to take one at a time
-            for part in batch:
-                one = [part]
-                other = _decode(one, coding, shift)
-                if other == NEAR:
-                    raise Unsupported(
-                        "decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them"
-                    )
-                if other is not None:
-                    _decode(one, other, shift)
+        _decode_batch(batch, shift)
 
 
 def decode_add_encode(
@@ -151,7 +150,7 @@ def decode_add_encode(
     total = torch.empty_like(local)
     incoming = _readable(body, total, floor, book, local)
     coding = FIXED if floor is None else NEAR
-    prepare([incoming], coding, Job("near", shift=in_shift), encodes=False).run()
+    prepare([incoming], coding, _shifted(in_shift), encodes=False).run()
     tables = incoming.body if lengths is None and book is None else None
     given = lengths if lengths is not None else book
     room = _aligned_room(out)
@@ -212,8 +211,7 @@ def _encode(parts: list[Part], job: Job) -> list[int]:
         run = prepare(batch, _coding(batch[0].values, job), job, encodes=True)
         run.run()
         found, status = run.finish()
-        if status & 1:
-            raise Unsupported("the code lengths given are no complete code")
+        _raise_bad_lengths(status)
         for size in found:
             sizes[filled[at]] = size
             at += 1
@@ -222,6 +220,11 @@ def _encode(parts: list[Part], job: Job) -> list[int]:
             head = bytearray([_coding(part.values, job), 1 if job.book else 0, 0, 0]) + job.book.to_bytes(4, "little")
             part.body[:BODY_HEAD_BYTES] = torch.frombuffer(head, dtype=torch.uint8)
     return sizes
+
+
+def _raise_bad_lengths(status: int) -> None:
+    if status & 1:
+        raise Unsupported("the code lengths given are no complete code")
 
 
 def _readable(
@@ -254,13 +257,31 @@ def _check_empty(body: torch.Tensor, shared: int) -> None:
         raise Corrupt(f"{body.numel() - BODY_HEAD_BYTES} bytes follow the last block")
 
 
+@cache
+def _shifted(shift: int) -> Job:
+    """All that a decoder has to know."""
+    return Job("near", shift=shift)
+
+
 def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
     """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
-    run = prepare(batch, coding, Job("near", shift=shift), encodes=False)
+    run = prepare(batch, coding, _shifted(shift), encodes=False)
     run.run()
     _, status = run.finish()
     _raise_faults(status)
     return (status >> 16) & 3 if status & _OTHER_CODING else None
+
+
+def _decode_batch(batch: Sequence[Part], shift: int) -> None:
+    coding = FIXED if batch[0].floor is None else NEAR
+    if _decode(batch, coding, shift) is None:
+        return
+    for part in batch:  # rare enough to take one at a time
+        other = _decode((part,), coding, shift)
+        if other == NEAR:
+            raise Unsupported("decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them")
+        if other is not None:
+            _decode((part,), other, shift)
 
 
 def _raise_faults(status: int) -> None:

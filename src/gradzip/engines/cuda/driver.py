@@ -11,7 +11,9 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from functools import cache
+import threading
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -145,11 +147,18 @@ class Device:
         self._shared_per_group: int = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
         self._shared_in_all: int = properties.shared_memory_per_multiprocessor
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
+        self._thread = threading.local()
+        self._get_current = _quick().cuCtxGetCurrent
 
     def _enter(self) -> None:
         """A thread that has not used this GPU yet has no context, or that of another GPU."""
-        current = ctypes.c_void_p()
-        _quick().cuCtxGetCurrent(ctypes.byref(current))
+        try:
+            current, place = self._thread.current
+        except AttributeError:
+            current = ctypes.c_void_p()
+            place = ctypes.byref(current)
+            self._thread.current = current, place
+        self._get_current(place)
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
@@ -182,16 +191,21 @@ class Device:
     def stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self._index))  # a tenth of what torch.cuda.current_stream takes
 
-    def launch(
+    def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
-    ) -> None:
-        """Runs a kernel that has been loaded; `arguments` are copied before this returns."""
+    ) -> Callable[[], None]:
+        """What launches a kernel that has been loaded; `arguments` are copied whenever it is called."""
         function, shared = self._functions[kernel]
-        self._enter()
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = _quick().cuLaunchKernel(function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
-        if code:
-            _check(code, f"launching {kernel}")
+        start = partial(_quick().cuLaunchKernel, function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+
+        def launch(_arguments: object = arguments) -> None:  # which must live as long as this
+            self._enter()
+            code = start()
+            if code:
+                _check(code, f"launching {kernel}")
+
+        return launch
 
     def wait(self, stream: int) -> None:
         _check(_cuda().cuStreamSynchronize(stream), "a kernel of the cuda engine")

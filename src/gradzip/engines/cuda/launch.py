@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ import torch
 from ...errors import Unsupported
 from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, segments_of
 from . import driver
+from .workspace import DONE, MOST_SMALL, MOST_TENSORS, Prepared, Workspace
 
 WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
@@ -22,7 +23,6 @@ SMALL_BLOCKS = 2048  # up to so many blocks a group of threads works on each
 SMALL_THREADS = 256
 SMALL_DECODED = 2  # blocks that such a group decodes
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
-MOST_TENSORS = 16  # per launch
 MOST_PREPARED = 512  # launches that are kept for the next time
 POLLS = 2000  # looks at a word in host memory, about 0.1 us each, before the driver is asked to wait
 CODE_STRIDE = 260
@@ -33,10 +33,8 @@ _ARGS = struct.Struct("<8Q13i3I")
 _LAUNCH, _LAUNCH_AT = struct.Struct("<2I"), 8 * 8 + 13 * 4  # the fields of Args that change with every small launch
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
-_EPOCHS = 1 << 22  # that announcements of block lengths tell apart
 _ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
-_DONE = MOST_TENSORS + 1  # where a result says which launch is done
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 
 
@@ -45,10 +43,10 @@ class Launcher(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def launch(
+    def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
-    ) -> None:
-        """`arguments` are copied before this returns."""
+    ) -> Callable[[], None]:
+        """What launches a kernel that has been loaded; `arguments` are copied whenever it is called."""
         ...
 
     def load(self, kernel: str, threads: int, shared: int) -> int:
@@ -76,44 +74,6 @@ def launcher(device: torch.device) -> Launcher:
     if emulator is None:
         raise Unsupported(f"the cuda engine codes tensors on a GPU, not on {device}")
     return emulator
-
-
-# --- Scratch memory ----------------------------------------------------------------------------------------------
-
-
-class Workspace:
-    """Scratch memory of one stream, kept between calls and grown as needed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.prepared: dict[tuple[object, ...], Launch | SmallLaunch] = {}  # by what their arguments are made of
-        self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
-        self.status = torch.zeros(1, dtype=torch.int32, device=device)
-        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        # Kernels write sizes, status and the number of the launch that is done straight into host memory.
-        self._result = torch.zeros(MOST_TENSORS + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.result = (ctypes.c_int64 * (MOST_TENSORS + 2)).from_address(self._result.data_ptr())
-        self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._result.data_ptr()
-        # What kernels for small messages leave behind, so that nothing need be cleared: they tell launches by number.
-        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
-        self._progress = torch.zeros(SMALL_BLOCKS, dtype=torch.int64, device=device)
-        self.small_addresses = self._progress.data_ptr(), self._counters.data_ptr()
-        self.epoch = 0
-        self.served = [0, 0]  # tickets, by decoders and by encoders
-
-    def next_epoch(self) -> int:
-        self.epoch += 1
-        if self.epoch >= _EPOCHS:
-            self._progress.zero_()
-            self.epoch = 1
-        return self.epoch
-
-    def memory(self, size: int) -> int:
-        """The address of at least `size` bytes."""
-        if self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self.prepared.clear()  # they know the old address
-        return self._memory.data_ptr()
 
 
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
@@ -250,7 +210,7 @@ def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ad
     return name
 
 
-def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Launch | SmallLaunch:
+def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prepared:
     """A launch for these tensors; training uses the same buffers in every step, so that most are known already."""
     device = parts[0].values.device
     on = _gpus.get(device) or launcher(device)
@@ -259,7 +219,7 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Laun
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
-        small = sum(blocks_of(part.values.numel()) for part in parts) <= SMALL_BLOCKS
+        small = sum(blocks_of(part.values.numel()) for part in parts) <= min(SMALL_BLOCKS, MOST_SMALL)
         known = (SmallLaunch if small else Launch)(parts, coding, job, encodes, on, stream, space)
         if len(space.prepared) >= MOST_PREPARED:
             space.prepared.clear()
@@ -336,19 +296,19 @@ class Launch:
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
 
-    def _run(self, kernel: str, groups: int, threads: int) -> None:
-        self._launcher.launch(kernel, self._arguments, groups, threads, self._stream)
+        self._make_tables = on.bind(self._tables, self._arguments, segments, TABLE_THREADS, stream)
+        self._code_blocks = on.bind(self._main.name, self._arguments, self._running, 32 * warps, stream)
 
     def count_symbols(self, counts: torch.Tensor) -> None:
         """Histograms alone, into (segments, 256) int32."""
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, counts.data_ptr())
-        self._run(self._tables, self._segments, TABLE_THREADS)
+        self._make_tables()
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, 0)
 
     def run(self) -> None:
         """Code tables, then blocks."""
-        self._run(self._tables, self._segments, TABLE_THREADS)
-        self._run(self._main.name, self._running, 32 * self._main.warps)
+        self._make_tables()
+        self._code_blocks()
 
     def finish(self) -> tuple[list[int], int]:
         """Waits for the stream; the sizes of the encoded bodies, and the status word, which is cleared."""
@@ -403,12 +363,13 @@ class SmallLaunch:
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
+        self._start = self._on.bind(self._kernel, self._arguments, groups, SMALL_THREADS, self._stream)
 
     def run(self) -> None:
         space = self._space
         epoch, served = space.next_epoch(), space.served
         _LAUNCH.pack_into(self._arguments, _LAUNCH_AT, epoch, served[self._encodes])
-        self._on.launch(self._kernel, self._arguments, self._groups, SMALL_THREADS, self._stream)
+        self._start()
         served[self._encodes] = (served[self._encodes] + self._groups) & 0xFFFFFFFF
 
     def finish(self) -> tuple[list[int], int]:
@@ -419,7 +380,7 @@ class SmallLaunch:
         """
         result, epoch = self._space.result, self._space.epoch
         for _ in range(POLLS):
-            if result[_DONE] == epoch:
+            if result[DONE] == epoch:
                 break
         else:
             self._on.wait(self._stream)

@@ -1,0 +1,59 @@
+"""Scratch memory of a stream, and what its kernels tell the host."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+MOST_TENSORS = 16  # per launch
+DONE = MOST_TENSORS + 1  # where a result says which launch is done; before it is the status word
+MOST_SMALL = 8192  # blocks that a small launch may have
+_EPOCHS = 1 << 22  # small launches that the announcements of block lengths tell apart
+
+
+class Prepared(Protocol):
+    """A batch of tensors that is ready to be coded, any number of times."""
+
+    def run(self) -> None: ...
+
+    def finish(self) -> tuple[list[int], int]:
+        """Waits; the sizes of the encoded bodies, and the status word, which is cleared."""
+        ...
+
+
+class Workspace:
+    """Scratch memory of one stream, kept between calls and grown as needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.prepared: dict[tuple[object, ...], Prepared] = {}  # by what their arguments are made of
+        self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        # Kernels write sizes, status and the number of the launch that is done straight into host memory.
+        self._result = torch.zeros(MOST_TENSORS + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.result = (ctypes.c_int64 * (MOST_TENSORS + 2)).from_address(self._result.data_ptr())
+        self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._result.data_ptr()
+        # What kernels for small messages leave behind, so that nothing need be cleared: they tell launches by number.
+        self._counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self._progress = torch.zeros(MOST_SMALL, dtype=torch.int64, device=device)
+        self.small_addresses = self._progress.data_ptr(), self._counters.data_ptr()
+        self.epoch = 0
+        self.served = [0, 0]  # tickets, by decoders and by encoders
+
+    def next_epoch(self) -> int:
+        """The number of a small launch."""
+        self.epoch += 1
+        if self.epoch >= _EPOCHS:
+            self._progress.zero_()
+            self.epoch = 1
+        return self.epoch
+
+    def memory(self, size: int) -> int:
+        """The address of at least `size` bytes."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self.prepared.clear()  # they know the old address
+        return self._memory.data_ptr()
