@@ -9,6 +9,7 @@ gloo        bytes from rank to rank
 health      heartbeats and last words
 channel     all of that for one group of ranks
 topology    which ranks share a host
+watch       when data is under way, and what happens meanwhile
 """
 
 from .channel import Channel, open_channel

@@ -26,6 +26,7 @@ from .gloo import Broken, Gloo
 from .health import Health
 from .pipeline import ROW_VERSION, Agreement, Pipeline, Probe
 from .topology import Topology
+from .watch import Watch
 
 HEARTBEAT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
@@ -63,8 +64,9 @@ class Channel:
         self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
         self.buffers = Buffers(pinned=device.type == "cuda")
         self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
+        self.watch = Watch(lambda number: self.pipeline.describe(number), _probe)
         self.pipeline = Pipeline(
-            self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, _probe
+            self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, self.watch.saw
         )
         _open.add(self)
         self.health.start()

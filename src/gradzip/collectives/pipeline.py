@@ -77,7 +77,7 @@ class _Transfer:
         return self._parts
 
 
-Probe = Callable[[str, int, int], None]  # what (agree, code or start), stage, and number of the agreement or job
+Probe = Callable[[str, int, int], None]  # what (agree, code, coded or start), stage, and number of the agreement or job
 
 
 class Pipeline:
@@ -157,6 +157,11 @@ class Pipeline:
         """An exchange from inside a job, for codecs that call instead of yielding; it waits."""
         return self._begin(job, wanted, stage=0).wait()
 
+    def describe(self, number: int) -> str:
+        """The words of a job that is under way, for traces; empty if there is none of that number."""
+        with self._changed:
+            return next((job.agreement.what.partition(" (")[0] for job in self._live if job.number == number), "")
+
     # -- threads ------------------------------------------------------------------------------------------------
 
     def _run(self, target: Callable[..., None], name: str, *args: int) -> None:
@@ -235,6 +240,8 @@ class Pipeline:
         finally:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # the next stage has a stream of its own
+            if self._probe:
+                self._probe("coded", stage, job.number)
             job.coding += time.perf_counter() - arrived
 
     # -- exchanges ----------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Sees every stage of every job: for how long data was under way, and, while somebody records, what happened when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .pipeline import Probe
+
+
+class Moment(NamedTuple):
+    """Something that took time: `track` is the stage of the pipeline; seconds are those of time.perf_counter."""
+
+    track: str
+    name: str
+    begin: float
+    end: float
+
+
+class Watch:
+    """The pipeline's probe. Its threads call `saw`; another probe, that of a test, is called first."""
+
+    def __init__(self, describe: Callable[[int], str], also: Probe | None = None) -> None:
+        self._describe, self._also = describe, also
+        self._lock = threading.Lock()
+        self._under_way: dict[int, tuple[int, float]] = {}  # by job: stage and start of its exchange
+        self._coding: dict[tuple[int, int], float] = {}
+        self._since = 0.0
+        self._wire_s = 0.0
+        self._moments: list[Moment] | None = None
+        self._names: dict[int, str] = {}
+
+    def saw(self, kind: str, stage: int, number: int) -> None:
+        if self._also is not None:
+            self._also(kind, stage, number)
+        now = time.perf_counter()
+        recording = self._moments is not None
+        what = self._describe(number) if recording and kind in ("code", "start") else ""
+        with self._lock:
+            if kind in ("code", "coded", "start"):
+                self._arrived(number, now)
+            if kind == "start":
+                if not self._under_way:
+                    self._since = now
+                self._under_way[number] = stage, now
+            elif kind == "code":
+                self._coding[stage, number] = now
+            elif kind == "coded":
+                begun = self._coding.pop((stage, number), now)
+                self._note(f"coding, stage {stage}", number, begun, now)
+            if what:
+                self._names[number] = what
+
+    def wire_seconds(self) -> float:
+        """In which at least one exchange was under way, so far."""
+        with self._lock:
+            return self._wire_s + (time.perf_counter() - self._since if self._under_way else 0.0)
+
+    def record(self) -> None:
+        """Keeps what happens from now on."""
+        with self._lock:
+            self._moments, self._names = [], {}
+
+    def recorded(self) -> list[Moment]:
+        """What happened, without a further record of it."""
+        with self._lock:
+            found, self._moments = self._moments or [], None
+            return found
+
+    def _arrived(self, number: int, now: float) -> None:
+        stage, begun = self._under_way.pop(number, (0, None))
+        if begun is None:
+            return
+        self._note(f"wire, stage {stage}", number, begun, now)
+        if not self._under_way:
+            self._wire_s += now - self._since
+
+    def _note(self, track: str, number: int, begun: float, now: float) -> None:
+        if self._moments is not None:
+            self._moments.append(Moment(track, f"job {number}: {self._names.get(number, '')}", begun, now))
