@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Channel, Message, Outcome, channel, open_channel, route_of, submit
+from gradzip.collectives import Channel, Message, Outcome, open_channel, route_of, submit
 from gradzip.feedback import Memory
-from gradzip.routes import NAMED, Route, tree
+from gradzip.routes import NAMED, Route
 
 HOSTS, LOCAL = 2, 2
 
@@ -146,38 +145,3 @@ def fits(codec: str, route: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# --- Delays ----------------------------------------------------------------------------------------------------------
-
-
-def delayed(rank: int, steps: int, longest: float) -> dict[str, Any]:
-    """Two users of a channel, eight messages a step, all routes, with random delays everywhere. The order of issue."""
-    seen: dict[str, list[int]] = {}
-    late = random.Random(rank)
-
-    def probe(kind: str, stage: int, number: int) -> None:
-        time.sleep(late.random() * longest)
-        seen.setdefault(f"{kind}-{stage}", []).append(number)
-
-    channel._probe = probe
-    to = connect()
-    pair = Exchanger(to), Exchanger(to)
-    names, choose = [None, *NAMED], random.Random(7)
-    correct = True
-    for step in range(steps):
-        codec = "gcomp:mode=lossless" if step < steps // 2 else "zlib"  # a change of policy
-        sent = []
-        for bucket in range(8):
-            time.sleep(late.random() * longest)
-            exchanger = pair[choose.randint(0, 1)]
-            route = choose.choice([name for name in names if name != "allreduce"])
-            values = whole_numbers(50 + bucket, rank)
-            exchanger.send(codec, route, {f"b{bucket}": values})
-            sent.append((50 + bucket, values))
-        for exchanger in pair:
-            exchanger.finish()
-        for numel, values in sent:
-            mean = torch.stack([whole_numbers(numel, r) for r in range(4)]).sum(0) / 4
-            correct &= torch.equal(values, mean)
-    return {"seen": seen, "correct": correct, "routes": len(tree(("cpu",)))}

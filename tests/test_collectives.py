@@ -1,9 +1,9 @@
-"""Compressed collectives between real processes: all routes, replicas, packings, delays, and how they end."""
+"""Compressed collectives between real processes: all routes, replicas and packings."""
 
 from __future__ import annotations
 
 import pytest
-from exchanges import covering, delayed, random_messages, run_routes
+from exchanges import covering, random_messages, run_routes
 from ranks import run_ranks
 
 from gradzip.routes import NAMED, tree
@@ -39,21 +39,3 @@ def test_a_thousand_reductions(world: int) -> None:
     results = run_ranks(world, random_messages, world, 340, 3, deadline=1000)
     assert results[0]["differing"] == []
     assert all(result == results[0] for result in results)
-
-
-def check_delays(steps: int, longest: float, deadline: float) -> None:
-    results = run_ranks(4, delayed, steps, longest, deadline=deadline)
-    for result in results:
-        assert result["correct"]
-        assert result["seen"] == results[0]["seen"], "the order of issue depends on timing"
-    assert len(results[0]["seen"]["code-0"]) == 8 * steps
-
-
-def test_delays_change_nothing() -> None:
-    check_delays(steps=4, longest=0.01, deadline=100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_long_delays_change_nothing() -> None:
-    check_delays(steps=500, longest=0.05, deadline=2300)
