@@ -71,7 +71,7 @@ def add(commands: Commands) -> None:
         "and no second machine. Where hosts cannot be emulated, step times are predicted and labelled so.",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=110.0, help="for all runs together (default: 110)")
+    length.add_argument("--seconds", type=float, default=90.0, help="for all runs together (default: 90)")
     length.add_argument("--steps", type=int, help="so many steps for each run instead")
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--rate", default="1gbit", help="of each host, each way: 100mbit, 2.5gbit (default: 1gbit)")

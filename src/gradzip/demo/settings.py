@@ -29,7 +29,7 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Settings:
-    seconds: float = 110.0  # for all runs together, more or less
+    seconds: float = 90.0  # for all runs together, more or less
     steps: int | None = None  # of each run; None: as many as the time allows
     hosts: int = 4
     rate: str = "1gbit"

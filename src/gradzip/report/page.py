@@ -45,7 +45,7 @@ th { vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child, th.text { text-align: left; } td.text { text-align: left; white-space: normal; }
 details { border-top: 1px solid var(--line); padding: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 32rem) {
-  table { font-size: .78rem; } th, td { padding-right: .5rem; } td:first-child { white-space: normal; }
+  table { font-size: .74rem; } th, td { padding-right: .35rem; } td:first-child { white-space: normal; }
 }
 @media print {
   body { max-width: none; font-size: 10pt; padding: 0; } table { font-size: 8pt; } summary { break-after: avoid; }
