@@ -262,9 +262,28 @@ DEVICE void push_fixed_row(Lanes& lanes, u32 v, u32 entry, bool here, bool escap
     lanes.push_exponent(F::kExponent == 8 ? v << (33 - 8 * F::kItem) : exponent_of<F>(v) << 24, entry, escapes);
 }
 
+// Four rows: values and their entries in the block's table.
+struct FixedRows {
+    u32 v[4], entry[4];
+};
+
+template <class F>
+DEVICE FixedRows read_rows(const typename F::Bits* values, const u32* table, int row) {
+    FixedRows rows;
+#pragma unroll
+    for (int k = 0; k < 4; k++) rows.v[k] = values[row + 32 * k + (int)lane_id()];
+#pragma unroll
+    for (int k = 0; k < 4; k++) rows.entry[k] = table[exponent_of<F>(rows.v[k])];
+    return rows;
+}
+
+#ifndef GRADZIP_AHEAD
+#define GRADZIP_AHEAD 0  // whether large messages, too, read rows ahead
+#endif
+
 // All rows, the last one first. Returns whether there were escapes. `spills`: whether the refill bytes need more room than
-// there is, so that they leave it early.
-template <class F, bool REST>
+// there is, so that they leave it early. AHEAD: rows are read while those before are pushed; more instructions, less waiting.
+template <class F, bool REST, bool AHEAD>
 DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const u32* table, int n, const FixedForm& form,
                             bool spills) {
     u32 up = 32 - (u32)F::kField + 8 * form.whole, lane = lane_id();  // brings the rest of a field to the top
@@ -278,23 +297,23 @@ DEVICE bool push_fixed_rows(Lanes& lanes, const typename F::Bits* values, const 
         push_fixed_row<F, REST>(lanes, v, entry, here, true, up, form);
         if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
     }
+    FixedRows next;
+    if (AHEAD && grouped) next = read_rows<F>(values, table, grouped - 128);
 #pragma unroll 1
     for (int row = grouped - 128; row >= 0; row -= 128) {
-        u32 i = (u32)row + lane, v[4], entry[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) v[k] = values[i + 32 * k];
-#pragma unroll
-        for (int k = 0; k < 4; k++) entry[k] = table[exponent_of<F>(v[k])];
+        FixedRows now = AHEAD ? next : read_rows<F>(values, table, row);
+        if (AHEAD) next = read_rows<F>(values, table, max_int(row - 128, 0));
+        u32 flags = now.entry[0] | now.entry[1] | now.entry[2] | now.entry[3];
         // Testing two bits is one instruction, and testing one is two; escaped infinities do no harm.
-        if (!any(((entry[0] | entry[1] | entry[2] | entry[3]) & (kEscapes | kSpecial)) != 0)) {
+        if (!any((flags & (kEscapes | kSpecial)) != 0)) {
 #pragma unroll
-            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, false, up, form);
+            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, now.v[k], now.entry[k], true, false, up, form);
         } else {
-            escapes |= (entry[0] | entry[1] | entry[2] | entry[3]) & kEscapes;
+            escapes |= flags & kEscapes;
 #pragma unroll
-            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, v[k], entry[k], true, true, up, form);
+            for (int k = 3; k >= 0; k--) push_fixed_row<F, REST>(lanes, now.v[k], now.entry[k], true, true, up, form);
         }
-        if (spills) lanes.write_beyond(kRefillRoom - 384);  // a row emits up to 3 bytes per lane
+        if (spills) lanes.write_beyond(kRefillRoom - 384);
     }
     if (spills) lanes.write_rest();
     return any(escapes != 0);
@@ -318,8 +337,8 @@ DEVICE void write_fixed(const Args& a, const Turn& turn, const typename S::Bits*
     if (form.single) clear_block_table(table);
     u32 refill_at = 68 + form.whole * form.fields;
     Lanes lanes(room, block + refill_at);
-    bool escapes = form.rest ? push_fixed_rows<S, true>(lanes, values, table, n, form, !early)
-                             : push_fixed_rows<S, false>(lanes, values, table, n, form, !early);
+    bool escapes = form.rest ? push_fixed_rows<S, true, GRADZIP_AHEAD != 0>(lanes, values, table, n, form, !early)
+                             : push_fixed_rows<S, false, GRADZIP_AHEAD != 0>(lanes, values, table, n, form, !early);
     if (early) {
         block = settle(a, turn, form.kind, form.words, await_place(a, turn, form.words));
         lanes.refill = block + refill_at;

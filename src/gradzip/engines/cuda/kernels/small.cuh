@@ -183,8 +183,8 @@ DEVICE void small_fixed(const Args& a) {
     u32 refill_at = 68 + form.whole * form.fields;
     u8* block = nullptr;
     if (warp == 0) {
-        escapes = form.rest ? push_fixed_rows<S, true>(lanes, values, table, turn.n, form, false)
-                            : push_fixed_rows<S, false>(lanes, values, table, turn.n, form, false);
+        escapes = form.rest ? push_fixed_rows<S, true, true>(lanes, values, table, turn.n, form, false)
+                            : push_fixed_rows<S, false, true>(lanes, values, table, turn.n, form, false);
     } else {
         u64 place = await_place(a, turn, form.words);
         if (warp == 1) block = settle(a, turn, form.kind, form.words, place);
@@ -207,29 +207,45 @@ struct SmallLanes {
     u8 width[kBlock];
 };
 
-template <int CODING>
-DEVICE Pushed push_small_rows(Lanes& lanes, const SmallLanes& values, int n, const u32* table) {
-    u32 seen = 0;
-    for (int row = (n + 127) / 128 * 128 - 128; row >= 0; row -= 128) {
-        u32 q[4], entry[4], flags = 0;
-        int width[4], widest = 0;
+// Four rows of mapped values, with their entries in the block's table.
+struct SmallRows {
+    u32 q[4], entry[4];
+    int width[4];
+};
+
+DEVICE SmallRows read_small_rows(const SmallLanes& values, const u32* table, int row, int n) {
+    SmallRows rows;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            u32 i = (u32)row + 32 * k + lane_id();
-            bool here = i < (u32)n;
-            q[k] = here ? values.q[i] : 0;
-            width[k] = here ? values.width[i] : 0;
-            entry[k] = here ? table[(q[k] >> 23) & 255] : 0;
-            flags |= entry[k];
-            widest = max_int(widest, width[k]);
-        }
-        __syncwarp();
+    for (int k = 0; k < 4; k++) {
+        int i = row + 32 * k + (int)lane_id();
+        bool here = i < n;
+        rows.q[k] = here ? values.q[i] : 0;
+        rows.width[k] = here ? values.width[i] : 0;
+        rows.entry[k] = here ? table[(rows.q[k] >> 23) & 255] : 0;
+    }
+    __syncwarp();
+    return rows;
+}
+
+// Pushes all rows, the last one first; returns whether there were escapes. Rows are read while those before are pushed.
+template <int CODING>
+DEVICE bool push_small_rows(Lanes& lanes, const SmallLanes& values, int n, const u32* table) {
+    u32 seen = 0;
+    int last = (n + 127) / 128 * 128 - 128;
+    SmallRows next = read_small_rows(values, table, last, n);
+#pragma unroll 1
+    for (int row = last; row >= 0; row -= 128) {
+        SmallRows now = next;
+        next = read_small_rows(values, table, max_int(row - 128, 0), n);
+        u32 flags = now.entry[0] | now.entry[1] | now.entry[2] | now.entry[3];
+        int widest = max_int(max_int(now.width[0], now.width[1]), max_int(now.width[2], now.width[3]));
         seen |= flags;
         bool unusual = any((flags & kUnusual) != 0), chunked = any(widest > 8);
 #pragma unroll
-        for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], unusual, chunked);
+        for (int k = 3; k >= 0; k--)
+            push_lane_row<CODING>(lanes, now.q[k], now.width[k], now.entry[k], unusual, chunked);
     }
-    return {any((seen & kEscapes) != 0), 0};
+    return any((seen & kEscapes) != 0);
 }
 
 // Maps all values and sums up what decides the block's form.
@@ -310,8 +326,8 @@ DEVICE void small_lanes(const Args& a) {
     if (single) table[threadIdx.x] = flags_of(threadIdx.x);
     Lanes lanes(refill, nullptr);
     __syncthreads();
-    Pushed pushed = {0, 0};
-    if (warp == 0 && kind == kDense) pushed = push_small_rows<CODING>(lanes, values, turn.n, table);
+    bool escapes = false;
+    if (warp == 0 && kind == kDense) escapes = push_small_rows<CODING>(lanes, values, turn.n, table);
     if (warp == 1) {
         u8* block = settle(a, turn, kind, words, await_place(a, turn, words));
         if (lane_id() == 0) sums.place = (u64)block;
@@ -322,7 +338,7 @@ DEVICE void small_lanes(const Args& a) {
         for (u32 i = threadIdx.x; i < n; i += kSmallThreads) ((u32*)block)[i] = values.q[i];
     } else {
         copy_by_all(block + 68, refill, refill_bytes);
-        if (warp == 0) finish_dense(block, {0, 0, 1, pushed.escapes, single, single ? first : base, sums.fields}, lanes);
+        if (warp == 0) finish_dense(block, {0, 0, 1, escapes, single, single ? first : base, sums.fields}, lanes);
     }
     end_ticket(a);
 }
