@@ -25,7 +25,8 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
     model: str = ""
     bucket_cap_mb: float | None = None  # what DDP should be given
-    expected: Mapping[str, float] = field(default_factory=dict)  # step_s, plain_s, uncertainty, ...
+    expected: Mapping[str, float] = field(default_factory=dict)  # step_s, plain_s, uncertainty, exposed_s, bits_per_s
+    timeline: Sequence[tuple[str, str, float, float]] = ()  # predicted: resource, what, and seconds of start and end
 
     def option(self, name: str, shape: Sequence[int]) -> Option:
         if name not in self.options:
@@ -59,6 +60,7 @@ class Plan:
             "model": self.model,
             "bucket_cap_mb": self.bucket_cap_mb,
             "expected": dict(self.expected),
+            "timeline": [list(span) for span in self.timeline],
             "tensors": {
                 name: {"shape": list(self.shapes[name]), "option": str(option)} for name, option in self.options.items()
             },
@@ -86,4 +88,12 @@ class Plan:
         bad = {k: v for k, v in expected.items() if not isinstance(v, int | float) or not math.isfinite(v)}
         if bad:
             raise PlanError(f"{source}: expected holds what is no number: {bad}")
-        return cls(options, shapes, str(data.get("model", "")), data.get("bucket_cap_mb"), expected)
+        timeline = tuple(_span(entry, source) for entry in data.get("timeline") or [])
+        return cls(options, shapes, str(data.get("model", "")), data.get("bucket_cap_mb"), expected, timeline)
+
+
+def _span(entry: object, source: str) -> tuple[str, str, float, float]:
+    match entry:
+        case [str(track), str(name), int() | float() as start, int() | float() as end] if 0 <= start <= end < math.inf:
+            return track, name, float(start), float(end)
+    raise PlanError(f"{source}: timeline holds {entry!r}: wanted a resource, a name, and seconds of start and end")

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..emulate import format_rate, parse_rate
 from ..errors import EmulationError, PlanError
-from ..plan import Plan
 from ..planner import models, perfetto
 from ..planner.answer import Answer, Point, Request, answer, best_bucket, break_even, sweep
 from ..planner.choices import Limits
@@ -94,25 +93,15 @@ def run(args: argparse.Namespace) -> int:
         request = replace(request, bucket_bytes=best_bucket(request)[0] << 20)
     found = answer(request)
     limit = break_even(request) if request.limits.offered(request.profile) else None
-    plan = make_plan(found)
+    plan = found.to_plan()
     plan.save(args.out)
     if args.perfetto:
-        names = [str(found.problem.units[i]) for i in found.problem.tables.decisions]
-        perfetto.save(args.perfetto, {"predicted": perfetto.predicted(found.timeline, names)})
+        perfetto.save(args.perfetto, {"predicted": found.spans()})
     if args.json:
         print(json.dumps(_json(found, limit, args.out), indent=2))
     else:
         _print(found, limit, args.out)
     return 0
-
-
-def make_plan(found: Answer) -> Plan:
-    request = found.request
-    expected = {"step_s": found.step_s if found.pays else found.plain_s, "plain_s": found.plain_s}
-    expected["uncertainty"] = found.uncertainty
-    bucket = None if request.bucket_bytes is None else request.bucket_bytes / _MB
-    shapes = {t.name: t.shape for t in request.profile.tensors}
-    return Plan(found.options(), shapes, request.profile.model, bucket, expected)
 
 
 def _request(args: argparse.Namespace) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -26,16 +27,19 @@ from ..collectives.coder import finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
 from ..option import Option
+from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
 from ..refresh import SharedBook
 from . import report
 from .checkpoint import read_checkpoint
 from .metrics import Metrics, Writer
 from .premises import Premises
+from .progress import Progress
 from .ways import Ways, parameter_names
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
+    from .trace import Tracer
 
 STATE_VERSION = 0
 CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
@@ -83,6 +87,8 @@ class Handle:
         self._told: set[str] = set()
         self._metrics: list[Metrics] = []
         self._lock = threading.Lock()
+        self._progress = _progress(policy)
+        self._tracer: Tracer | None = None
         self._premises = None if optimizer is None else Premises(optimizer, self._warn)
         if self._channel.rank == 0:
             shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
@@ -96,7 +102,19 @@ class Handle:
         self._ways.check(chosen)
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
-        self._policy = chosen
+        self._policy, self._progress = chosen, _progress(chosen)
+
+    def trace(self, path: str | Path, steps: int = 2) -> None:
+        """Writes what happens in the next steps to a file for ui.perfetto.dev, beside what the plan predicts if there
+        is one. Of this rank alone: call it on one.
+        """
+        model = self._model()
+        if steps < 1 or model is None:
+            raise Unsupported(f"trace(steps={steps}): give at least one step of a model that is still there")
+        from .trace import Tracer  # who does not trace need not load the planner
+
+        self._drain()
+        self._tracer = Tracer(Path(path), steps, model, self._channel.watch)
 
     def end_epoch(self) -> None:
         """Tells a policy that counts epochs that one is over. Call it on all ranks at the same point."""
@@ -111,7 +129,7 @@ class Handle:
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
         the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route, `tensors`
         the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what a policy
-        that learns has decided.
+        that learns has decided, `prediction` what the plan said of a step beside the median of the last ones.
         """
         self._drain()
         with self._lock:
@@ -160,6 +178,7 @@ class Handle:
             },
             "tensors": tensors,
             "history": list(learns.history) if learns else [],
+            "prediction": {} if self._progress is None else self._progress.compared(),
         }
 
     def detach(self) -> None:
@@ -356,12 +375,28 @@ class Handle:
             self._exposed += ended.exposed
             self._steps += 1
             self._steps_here += 1
+            self._compare(ended)
             if self._premises is not None:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
                 self._premises.sample(parameters, graded, ended.scale)
             if isinstance(self._policy, Adaptive) and ended.learns:
                 self._teach(self._policy, ended)
+
+    def _compare(self, ended: Backward) -> None:
+        """A step beside what its plan said of it."""
+        now = time.perf_counter()
+        if self._progress is not None:
+            wire_s = self._channel.watch.wire_seconds()
+            said = self._progress.step(now, wire_s, ended.totals.bytes_out, ended.exposed)
+            if said and self._channel.rank == 0:
+                self._warn(said)
+        if self._tracer is not None:
+            from ..planner import perfetto
+
+            predicted = perfetto.spans(self._policy) if isinstance(self._policy, Plan) else []
+            if self._tracer.step(self._steps, now - ended.exposed, predicted):
+                self._tracer = None
 
     def _teach(self, policy: Adaptive, ended: Backward) -> None:
         """Shows a policy the means of a step that all ranks took, and will take."""
@@ -370,3 +405,7 @@ class Handle:
         for name, mean in ended.results:
             policy.observe(name, mean, ended.scale)
         policy.end_step(ended.rates)
+
+
+def _progress(policy: Policy) -> Progress | None:
+    return Progress(policy.expected) if isinstance(policy, Plan) and policy.expected else None

@@ -28,10 +28,14 @@ class Off(Handle):
         """The same keys, and nothing to count."""
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
         seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
-        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "codecs": {}, "tensors": {}, "history": []}
+        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}}
+        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0} | empty
 
     def log(self, writer: Writer, every: int = 100) -> None:
         """Nothing is exchanged, and nothing is written."""
+
+    def trace(self, path: str | Path, steps: int = 2) -> None:
+        """Nothing is exchanged, and nothing is recorded."""
 
     def end_epoch(self) -> None:
         pass

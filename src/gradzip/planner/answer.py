@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import PlanError
 from ..option import Option
+from ..plan import Plan
+from . import perfetto
 from .baselines import Baseline, baselines
 from .choices import Limits
-from .network import Network, Topology
+from .network import BITS, Network, Topology, wire_factor
 from .problem import Problem
 from .profile import Profile
 from .search import Found, search
-from .timeline import CPU, GPU, INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, Timeline
+from .timeline import CPU, GPU, LINKS, Timeline
 from .units import DDP_BUCKET, Unit, buckets, tensors
 
 LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
@@ -89,16 +91,52 @@ class Answer:
             for name in unit.names
         }
 
+    def to_plan(self, **measured: float) -> Plan:
+        """For `attach`. `measured` stands for what the model expects, where that is known better."""
+        request = self.request
+        expected = {"step_s": self.step_s if self.pays else self.plain_s, "plain_s": self.plain_s}
+        expected |= {"uncertainty": self.uncertainty} | self._on_the_wire() | measured
+        kept = tuple((s.track, s.name, s.start_s, s.end_s) for s in self.spans()) if self.pays else ()
+        bucket = None if request.bucket_bytes is None else request.bucket_bytes / (1 << 20)
+        shapes = {t.name: t.shape for t in request.profile.tensors}
+        return Plan(self.options(), shapes, request.profile.model, bucket, expected, kept)
+
+    def spans(self) -> list[perfetto.Span]:
+        """The timeline, to look at."""
+        names = [str(self.problem.units[i]) for i in self.problem.tables.decisions]
+        return perfetto.predicted(self.timeline, names)
+
+    def _on_the_wire(self) -> dict[str, float]:
+        """What is exposed, and the rate at which a rank sends while anything is under way."""
+        network, world = self.problem.network, self.request.topology.world
+        if not self.pays:
+            priced = [self.problem.pricing.ddp(unit.raw_bytes) for unit in self.problem.units]
+            sent = sum(unit.raw_bytes for unit in self.problem.units) * wire_factor("ar", world, "host")
+            exposed_s = self.plain_s - self.problem.outside_s - self.request.profile.backward_s
+            return {"exposed_s": exposed_s, "bits_per_s": BITS * sent / sum(map(sum, priced))}
+        sent, under_way, reached = 0.0, 0.0, 0.0
+        for event in self.timeline.events:
+            kind, _, group = event.label.partition(".")
+            if event.resources & LINKS:
+                s_per_byte = network.cost(kind, group).s_per_byte
+                factor = wire_factor(kind, self.request.topology.size(group), self.request.profile.transport)
+                sent += factor * (event.end_s - event.start_s) / s_per_byte
+            elif event.label != "latency":
+                continue
+            under_way += max(0.0, event.end_s - max(reached, event.start_s))
+            reached = max(reached, event.end_s)
+        rate = {"bits_per_s": BITS * sent / under_way} if under_way else {}
+        return {"exposed_s": self.timeline.exposed_s, **rate}
+
     def explain(self) -> list[UnitAnswer]:
         """What each unit does and why."""
         problem, plan = self.problem, self.found.plan
-        links = INTRA_OUT | INTRA_IN | INTER_OUT | INTER_IN
         decisions = problem.tables.decisions
         rows = []
         for i, unit in enumerate(problem.units):
             choice = problem.choices[plan[i]]
             own = [e for e in self.timeline.events if decisions[e.unit] == i and e.step >= 0]
-            sent = sum(e.end_s - e.start_s for e in own if e.resources & links)
+            sent = sum(e.end_s - e.start_s for e in own if e.resources & LINKS)
             coded = sum(e.end_s - e.start_s for e in own if e.resources & (GPU | CPU))
             changed = plan.copy()
             changed[i] = 0

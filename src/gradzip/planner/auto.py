@@ -173,11 +173,9 @@ class Pilot:
         topology = Topology.of(profile)
         limits = Limits(codecs=tuple(str(c.codec) for c in profile.codecs.values()))
         found = answer(Request(profile, topology, limits, profile.bucket_bytes or DDP_BUCKET))
-        bucket = (profile.bucket_bytes or DDP_BUCKET) / (1 << 20)
-        step_s = self.plain_s - (found.plain_s - found.step_s)  # a step also loads data, and does what nobody measured
-        expected = {"step_s": step_s, "plain_s": self.plain_s, "uncertainty": found.uncertainty}
-        shapes = {t.name: t.shape for t in profile.tensors}
-        plan = Plan(found.options(), shapes, profile.model, bucket, expected)
+        saved_s = found.plain_s - found.step_s if found.pays else 0.0
+        step_s = self.plain_s - saved_s  # a step also loads data, and does what nobody measured
+        plan = found.to_plan(step_s=step_s, plain_s=self.plain_s)
         if self.auto.save:
             plan.save(Path(self.auto.save))
         plain_ms, step_ms = self.plain_s * 1e3, step_s * 1e3

@@ -5,11 +5,12 @@ resource.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..plan import Plan
 from .timeline import RESOURCES, Timeline
 
 _MICROSECONDS = 1e6
@@ -26,6 +27,11 @@ class Span:
     note: str = ""
 
 
+def spans(plan: Plan) -> list[Span]:
+    """What a plan carries of the timeline that it was chosen by."""
+    return [Span(*span) for span in plan.timeline]
+
+
 def predicted(timeline: Timeline, names: Sequence[str]) -> list[Span]:
     """The spans of a timeline; names are those of its units."""
     spans = []
@@ -37,7 +43,7 @@ def predicted(timeline: Timeline, names: Sequence[str]) -> list[Span]:
     return spans
 
 
-def trace(stories: dict[str, Iterable[Span]]) -> dict[str, Any]:
+def trace(stories: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
     """The stories side by side."""
     events: list[dict[str, Any]] = []
     for pid, (story, spans) in enumerate(stories.items(), 1):
@@ -62,5 +68,5 @@ def trace(stories: dict[str, Iterable[Span]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def save(path: str | Path, stories: dict[str, Iterable[Span]]) -> None:
+def save(path: str | Path, stories: Mapping[str, Iterable[Span]]) -> None:
     Path(path).write_text(json.dumps(trace(stories)))

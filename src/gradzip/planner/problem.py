@@ -56,7 +56,7 @@ class Problem:
         self.limits = limits or Limits()
         devices = network.profile.devices
         self.device = devices[-1] if devices else "cpu"
-        self._pricing = pricing = Pricing(network, free)
+        self.pricing = pricing = Pricing(network, free)
         self.choices = choices(pricing, self.limits, self.device)
         self.primary = len(self.choices)  # choices before this one code on `device`
         if len(devices) > 1 and not free:
@@ -147,7 +147,7 @@ class Problem:
         """A step in which nothing is compressed: DDP's own all-reduces, one after the other."""
         clock, latency_s = 0.0, 0.0
         for unit in self.units:
-            busy_s, latency_s = self._pricing.ddp(unit.raw_bytes)
+            busy_s, latency_s = self.pricing.ddp(unit.raw_bytes)
             clock = max(clock, unit.ready_s) + busy_s
         return self.outside_s + max(clock + latency_s, self.network.profile.backward_s)
 
