@@ -109,7 +109,7 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
         times.append(time.perf_counter() - began)
         losses.append((clock.now(), loss.detach()))
         step += 1
-        if step % 5 == 0:  # rank 0's clock decides
+        if step % options.check == 0:  # rank 0's clock decides
             flag = torch.tensor([float(clock.now() < options.seconds)])
             dist.broadcast(flag, 0, group=group)
             going = bool(flag)
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e6, help="of training, for each policy")
     parser.add_argument("--epochs", type=int, help="instead of the task's own; the schedule is stretched to it")
     parser.add_argument("--evaluate-every", type=int, default=10**9, metavar="STEPS", help="besides the end")
+    parser.add_argument("--check", type=int, default=5, metavar="STEPS", help="look at the clock every so many steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="a tiny form of the task, to try it out")
     options = parser.parse_args()
