@@ -77,8 +77,8 @@ class Replay(nn.Module):
         return x
 
 
-def steps(model: str, plan: str, count: int) -> Iterator[float]:
-    """Seconds of each step, of the slowest rank."""
+def steps(model: str, plan: str, count: int) -> Iterator[tuple[float, float]]:
+    """Seconds of each step, of the slowest rank, and those that a rank's processor worked, on average."""
     torch.manual_seed(1)
     net = DistributedDataParallel(Replay(model))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
@@ -86,13 +86,15 @@ def steps(model: str, plan: str, count: int) -> Iterator[float]:
     x = torch.ones(1, requires_grad=True)
     for _ in range(count):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         net(x).sum().backward()
         optimizer.step()
         slowest = torch.tensor(time.perf_counter() - begin)
+        mean = torch.tensor((time.process_time() - worked) / dist.get_world_size())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        yield float(slowest)
+        dist.all_reduce(mean)
+        yield float(slowest), float(mean)
     if handle is not None:
         handle.detach()
 
@@ -107,7 +109,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for model in args.model:
         for plan in args.plans:
-            times = list(steps(model, plan.format(model), args.steps))
+            times, worked = zip(*steps(model, plan.format(model), args.steps))
             if dist.get_rank() == 0:
-                print(json.dumps({"model": model, "plan": plan, "step_s": times}), flush=True)
+                print(json.dumps({"model": model, "plan": plan, "step_s": times, "cpu_s": worked}), flush=True)
     dist.destroy_process_group()

@@ -1,23 +1,25 @@
-"""Prediction against measurement on emulated networks. Needs root or user namespaces; takes about ten minutes.
+"""Prediction against measurement on emulated networks. Needs root or user namespaces, and a quiet machine.
 
-    python experiments/prediction/run.py [--again]     --again: with the profiles that are there
-    python experiments/prediction/run.py --tables      only the table of README.md
+    python experiments/prediction/run.py               about ten minutes; writes results.csv and the table of README.md
+    python experiments/prediction/run.py --models vgg --rates 1gbit --out /tmp/some.csv      a part of it
 
 1. `gradzip profile` of each model on 4 hosts at 1 Gbit/s, and only there.
-2. From these profiles: the step of each plan at 100 Mbit/s, 1 and 2.5 Gbit/s, and the planner's own choice for each.
-3. Each plan is run at each rate, three times. Everything is written to results.csv.
+2. From these profiles: the step of each plan at each rate, and the planner's own choice.
+3. Each plan is run at each rate: two steps to warm up (DDP forms its buckets anew), then three that count.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from gradzip import emulate
 from gradzip.option import Option
@@ -26,11 +28,13 @@ from gradzip.planner.answer import Request, answer
 from gradzip.planner.choices import Limits
 from gradzip.planner.network import Topology
 from gradzip.planner.profile import Profile
+from gradzip.planner.timeline import CPU
 from gradzip.routes import Route
 
 HERE = Path(__file__).parent
 MODELS = ("cnn", "vgg", "gpt")
-RATES = ("100mbit", "1gbit", "2.5gbit")
+PROFILED = "1gbit"
+RATES = ("100mbit", PROFILED, "2.5gbit")
 HOSTS = 4
 CODECS = ("gcomp:mode=lossless", "gcomp:keep=7", "cast:to=bf16", "topk")
 FIXED = {
@@ -38,7 +42,7 @@ FIXED = {
     "keep7": ("gcomp:keep=7", "alltoall"),
     "bf16": ("cast", "alltoall"),
 }
-WARM, REPEATS = 1, 3
+WARM, REPEATS = 2, 3
 
 
 def ranks(*argv: str, rate: str) -> list[str]:
@@ -49,19 +53,17 @@ def ranks(*argv: str, rate: str) -> list[str]:
     return lines
 
 
-def profiles(folder: Path) -> dict[str, Profile]:
+def profiles(models: Sequence[str], folder: Path, again: bool) -> dict[str, Profile]:
     found = {}
-    for model in MODELS:
+    for model in models:
         kept, path = HERE / f"profile-{model}.json", folder / f"{model}.json"
-        if "--again" in sys.argv and kept.exists():
-            found[model] = Profile.load(kept)
-            continue
-        codecs = [word for codec in CODECS for word in ("--codec", codec)]
-        script = [sys.executable, str(HERE / "replay.py"), "--model", model, "--steps", "1000"]
-        wanted = ["--steps", "12", "--out", str(path), "--inter", "1gbit", *codecs, "--", *script]
-        ranks("-m", "gradzip", "profile", *wanted, rate="1gbit")
-        found[model] = Profile.load(path)
-        found[model].save(kept)
+        if not (again and kept.exists()):
+            codecs = [word for codec in CODECS for word in ("--codec", codec)]
+            script = [sys.executable, str(HERE / "replay.py"), "--model", model, "--steps", "1000"]
+            wanted = ["--steps", "15", "--out", str(path), "--inter", PROFILED, *codecs, "--", *script]
+            ranks("-m", "gradzip", "profile", *wanted, rate=PROFILED)
+            replace(Profile.load(path), model=model).save(kept)
+        found[model] = Profile.load(kept)
     return found
 
 
@@ -70,49 +72,60 @@ def fixed_plan(profile: Profile, codec: str, route: str) -> Plan:
     return Plan({t.name: option for t in profile.tensors}, {t.name: t.shape for t in profile.tensors}, profile.model)
 
 
-def main() -> None:
+def predictions(profile: Profile, topology: Topology, folder: Path) -> dict[str, tuple[float, float]]:
+    """By plan: the step's seconds, and those that coding and sockets take of a rank's cores. Writes the plans."""
+    request = Request(profile, topology, Limits(lossy=True, codecs=CODECS))
+    found = answer(request)
+    predicted = {"plain": (found.plain_s, 0.0)}
+    for label, (codec, route) in FIXED.items():
+        plan = found.problem.uniform(Option(codec, None, str(Route.parse(route))))
+        cpu_s = found.problem.timeline(plan).busy_s(CPU) * found.problem.network.cores
+        predicted[label] = found.problem.step_s(plan), cpu_s
+        fixed_plan(profile, codec, route).save(folder / f"{label}-{profile.model}.json")
+    for label, limits in (("planned", Limits(codecs=CODECS[:1])), ("planned-lossy", request.limits)):
+        chosen = answer(Request(profile, topology, limits))
+        cpu_s = chosen.timeline.busy_s(CPU) * chosen.problem.network.cores if chosen.pays else 0.0
+        predicted[label] = (chosen.step_s if chosen.pays else chosen.plain_s), cpu_s
+        chosen.to_plan().save(folder / f"{label}-{profile.model}.json")
+    return predicted
+
+
+def measured(models: Sequence[str], plans: Sequence[str], rate: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """All plans of all models in one launch."""
+    files = ["plain" if label == "plain" else str(folder / f"{label}-{{}}.json") for label in plans]
+    script = [str(HERE / "replay.py"), "--model", *models, "--steps", str(WARM + REPEATS), "--plans", *files]
+    for line in ranks(*script, rate=rate):
+        if '"step_s"' in line:
+            result = json.loads(line[line.index("{") :])
+            yield {**result, "plan": result["plan"].removeprefix(f"{folder}/").removesuffix("-{}.json")}
+
+
+def main(models: Sequence[str], rates: Sequence[str], out: Path, again: bool) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        measured_at_1gbit = profiles(folder)
-        for rate in RATES:
+        profiled = profiles(models, folder, again)
+        for rate in rates:
             topology = Topology(HOSTS, 1, float(emulate.parse_rate(rate)))
-            predicted: dict[tuple[str, str], float] = {}
-            for model, profile in measured_at_1gbit.items():
-                request = Request(profile, topology, Limits(lossy=True, codecs=CODECS))
-                found = answer(request)
-                predicted[model, "plain"] = found.plain_s
-                for label, (codec, route) in FIXED.items():
-                    number = found.problem.number[Option(codec, None, str(Route.parse(route)))]
-                    predicted[model, label] = found.problem.step_s(np.full(len(found.problem.units), number, np.int32))
-                    fixed_plan(profile, codec, route).save(folder / f"{label}-{model}.json")
-                for label, limits in (("planned", Limits(codecs=CODECS[:1])), ("planned-lossy", request.limits)):
-                    chosen = answer(Request(profile, topology, limits))
-                    predicted[model, label] = chosen.step_s if chosen.pays else chosen.plain_s
-                    shapes = {t.name: t.shape for t in profile.tensors}
-                    Plan(chosen.options(), shapes, profile.model).save(folder / f"{label}-{model}.json")
-            labels = [*FIXED, "planned", "planned-lossy"]
-            plans = ["plain", *(str(folder / f"{label}-{{}}.json") for label in labels)]
-            script = [str(HERE / "replay.py"), "--model", *MODELS, "--steps", str(WARM + REPEATS), "--plans", *plans]
-            for line in ranks(*script, rate=rate):
-                if '"step_s"' not in line:
-                    continue
-                result = json.loads(line[line.index("{") :])
-                label = result["plan"].removeprefix(f"{folder}/").removesuffix("-{}.json")
+            predicted = {model: predictions(profile, topology, folder) for model, profile in profiled.items()}
+            for result in measured(models, list(predicted[models[0]]), rate, folder):
+                step_s, cpu_s = predicted[result["model"]][result["plan"]]
                 times = result["step_s"][WARM:]
                 rows.append(
                     {
                         "model": result["model"],
                         "rate": rate,
-                        "plan": label,
-                        "predicted_s": round(predicted[result["model"], label], 4),
+                        "plan": result["plan"],
+                        "predicted_s": round(step_s, 4),
                         "measured_s": round(statistics.median(times), 4),
                         "least_s": round(min(times), 4),
                         "most_s": round(max(times), 4),
+                        "predicted_cpu_s": round(cpu_s, 4),
+                        "measured_cpu_s": round(statistics.median(result["cpu_s"][WARM:]), 4),
                     }
                 )
                 print(rows[-1], flush=True)
-    with (HERE / "results.csv").open("w", newline="") as file:
+    with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -132,8 +145,8 @@ def summary(rows: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def read() -> list[dict[str, str]]:
-    return list(csv.DictReader((HERE / "results.csv").read_text().splitlines()))
+def read(path: Path = HERE / "results.csv") -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def filled(text: str) -> str:
@@ -152,8 +165,16 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--tables" not in sys.argv:
-        main()
-    readme = HERE / "README.md"
-    readme.write_text(filled(readme.read_text()))
-    print(*summary(read()), sep="\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", default=list(RATES))
+    parser.add_argument("--out", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--again", action="store_true", help="with the profiles that are there")
+    parser.add_argument("--tables", action="store_true", help="only the table of README.md")
+    args = parser.parse_args()
+    if not args.tables:
+        main(args.models, args.rates, args.out, args.again)
+    print(*summary(read(args.out)), sep="\n")
+    if args.out == HERE / "results.csv":
+        readme = HERE / "README.md"
+        readme.write_text(filled(readme.read_text()))
