@@ -36,9 +36,12 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+from workers import data, tasks  # noqa: E402
 from workers.running import FIELDS, Run, train  # noqa: E402
+from workers.texts import sentences  # noqa: E402
 
 from gradzip.emulate import mps  # noqa: E402
+from gradzip.errors import GradzipError  # noqa: E402
 
 EXPERIMENTS = ("powersgd", "accordion", "gcomp")
 ON_DEMAND = {"accordion-100": "CIFAR100"}  # tables whose data is not always there: their name in rows.py
@@ -193,6 +196,25 @@ def run_all(todo: list[Run], options: argparse.Namespace, deadline: float) -> in
     return failures
 
 
+def prepare(root: Path) -> None:
+    """What is decoded once lies in the cache of workers/data.py from then on."""
+    steps = {
+        "CIFAR-10": lambda: data.cifar(root, 10),
+        "WikiText-2": lambda: data.wikitext2(root),
+        "SST-2, train": lambda: sentences(root, "train", tasks.Sst2.length),
+        "SST-2, dev": lambda: sentences(root, "dev", tasks.Sst2.length),
+        "enwik8": lambda: data.enwik8(root),
+        "words of enwik8": lambda: data.enwik8_words(root, tasks.VOCABULARY, tasks.PART),
+    }
+    for name, step in steps.items():
+        began = time.monotonic()
+        try:
+            step()
+            print(f"{name}: ready after {time.monotonic() - began:.1f} s", flush=True)
+        except GradzipError as error:
+            print(f"{name}: {error}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -208,6 +230,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="tiny tasks of so many samples")
     parser.add_argument("--epochs", type=int, help="instead of the task's own, to try something out")
     parser.add_argument("--results", type=Path, default=HERE, help="the folder that has a folder for each experiment")
+    parser.add_argument(
+        "--prepare", action="store_true", help="decode the data once, for all processes, and run nothing"
+    )
     parser.add_argument("--list", action="store_true", help="say what is missing, and run nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
@@ -219,6 +244,9 @@ def main() -> None:
         for run in todo:
             print(f"{run.experiment:10} {run.task:24} {run.row:34} seed {run.seed}  {guess(run):5.0f} s  {run.policy}")
         print(f"{len(todo)} runs, {sum(map(guess, todo)) / 60:.1f} minutes one after the other")
+        return
+    if options.prepare:
+        prepare(options.data)
         return
     with shared_gpu(options.device == "cuda" and options.jobs > 1):
         sys.exit(run_all(todo, options, deadline) > 0)
