@@ -1,4 +1,4 @@
-"""The documentation as a whole: messages that exist, links that lead somewhere, pages that can be found."""
+"""The documentation as a whole: links that lead somewhere, pages that can be found, tables made from tests."""
 
 from __future__ import annotations
 
@@ -13,44 +13,6 @@ import gradzip
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(gradzip.__file__).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-MESSAGES = re.findall(r"^#### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-HOLE = "\0"  # where a message has a name or a number
-
-
-def texts(path: Path) -> list[str]:
-    """All string literals of a file; what f-strings fill in is a hole."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.JoinedStr):
-            found.append("".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
-
-
-@pytest.fixture(scope="module")
-def sources() -> list[str]:
-    return [text for path in PACKAGE.rglob("*.py") for text in texts(path)]
-
-
-def pattern(message: str) -> re.Pattern[str]:
-    """`…` in a message is one hole, or some of them with little between."""
-    parts = [re.escape(part) for part in message.split("…")]
-    return re.compile(f"[^{HOLE}]{{0,12}}{HOLE}[^{HOLE}]{{0,12}}".join(parts), re.DOTALL)
-
-
-def test_there_are_messages() -> None:
-    assert len(MESSAGES) > 20
-    assert len(set(MESSAGES)) == len(MESSAGES)
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_quoted_messages_are_those_of_the_code(message: str, sources: list[str]) -> None:
-    assert any(pattern(message).search(text) for text in sources), "reworded? Then reword docs/troubleshooting.md, too"
-
-
-def test_an_invented_message_would_be_found_out(sources: list[str]) -> None:
-    assert not any(pattern("the gradient … is blue").search(text) for text in sources)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
