@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import same_bits
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import TIMEOUT, run_ranks
 from torch import nn
@@ -168,6 +168,7 @@ def test_replicas_see_different_data(single_thread: None) -> None:
 PATTERNS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1]))
 
 
+@settings(deadline=None)
 @given(st.lists(PATTERNS, min_size=1, max_size=60), st.integers(0, 23), st.booleans())
 def test_keep_is_the_codecs(patterns: list[int], bits: int, truncate: bool) -> None:
     x = torch.tensor(patterns).to(torch.int32).view(torch.float32)
@@ -176,6 +177,7 @@ def test_keep_is_the_codecs(patterns: list[int], bits: int, truncate: bool) -> N
     assert _same_or_nan(rounding.keep(x, bits, truncate), decoded)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(PATTERNS, st.integers(-128, 103)), min_size=1, max_size=60), st.integers(0, 6))
 def test_near_is_the_codecs(cases: list[tuple[int, int]], shift: int) -> None:
     x = torch.tensor([pattern for pattern, _ in cases]).to(torch.int32).view(torch.float32)
