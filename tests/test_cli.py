@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +20,18 @@ from gradzip.cli import table
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
 
-COMMANDS = [
-    ["doctor"],
-    ["codecs"],
-    ["bench"],
-    ["bench", "codec"],
-    ["emulate"],
-    ["profile"],
-    ["plan"],
-    ["report"],
-    ["demo"],
-]
+
+def _commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """All commands that there are, with the commands inside them."""
+    found = [path] if path else []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found += _commands(inner, (*path, name))
+    return found
+
+
+COMMANDS = _commands(cli.parser())
 TINY = capture.ModelSize(width=32, blocks=1, batch=1)
 
 
@@ -45,21 +48,25 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
+def test_every_help_ends_with_an_example_that_parses(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as end:
         cli.main([*command, "--help"])
     assert end.value.code == 0
-    assert f"example: gradzip {command[0]}" in capsys.readouterr().out
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("example: ")
+    argv = shlex.split(last.removeprefix("example: "))
+    called = [argv[i + 1 :] for i, word in enumerate(argv) if word == "gradzip"]  # there may be a launcher before it
+    (own,) = [words for words in called if tuple(words[: len(command)]) == command]
+    cli.parser().parse_args(own)
 
 
-def test_no_command_has_no_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """The list above is complete: every command that there is was asked for its help."""
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    listed = capsys.readouterr().out.split("commands:")[1]
-    names = {line.split()[0] for line in listed.splitlines() if line.startswith("    ") and line[4:5].isalpha()}
-    assert names == {command[0] for command in COMMANDS}
+def test_there_are_commands() -> None:
+    assert {"doctor", "codecs", "bench", "emulate", "profile", "plan", "report", "demo"} == {c[0] for c in COMMANDS}
+    assert ("bench", "net") in COMMANDS
 
 
 def test_module_and_version() -> None:
