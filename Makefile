@@ -19,19 +19,23 @@ setup: $(VENV)/.installed
 # A torch that is already there is kept, whatever its version: it fits the machine's GPU and is large to fetch again.
 # Asked twice, because a virtual environment does not see the packages of another one that is active.
 $(VENV)/constraints.txt: constraints.txt
-	if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
-	if env -u PYTHONPATH $(RUN)/python $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
-	if [ ! -e $@ ] || [ -s $@ ]; then cp constraints.txt $@; fi
-	touch $@
+	@echo 'making a virtual environment in $(VENV)'
+	@if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	@if env -u PYTHONPATH $(RUN)/python $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
+	@if [ ! -e $@ ] || [ -s $@ ]; then cp constraints.txt $@; fi
+	@touch $@
 
 # Python files are used in place; anything native or a new dependency means another install.
 $(VENV)/.installed: $(VENV)/constraints.txt pyproject.toml CMakeLists.txt $(wildcard native/*)
-	$(PIP) -e .
-	touch $@
+	@echo 'installing gradzip and what it needs; where there is no torch, fetching it takes minutes'
+	@$(PIP) -e .
+	@touch $@
 
 $(VENV)/.test: $(VENV)/.installed
-	$(PIP) 'gradzip[test]'
-	touch $@
+	@echo 'installing what the tests need'
+	@$(PIP) 'gradzip[test]'
+	@$(PIP) 'gradzip[examples]' || echo 'no Lightning, Accelerate, Trainer or TensorBoard here: tests that need them are skipped'
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	$(PIP) 'gradzip[dev]'

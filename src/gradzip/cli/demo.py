@@ -53,8 +53,7 @@ _CODEC_COLUMNS = (
     Column("codec", "codec"),
     Column("ratio", "ratio", number(2, "x"), right=True),
     Column("bits", "bits", number(2), right=True),
-    Column("max_error", "max\nerror", _error, right=True),
-    Column("l2_error", "vector\nerror", _error, right=True),
+    Column("l2_error", "error of\nthe whole", _error, right=True),
     Column("encode_gbps", "encode\nGB/s", number(2), right=True),
     Column("decode_gbps", "decode\nGB/s", number(2), right=True),
 )
