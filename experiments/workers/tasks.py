@@ -125,7 +125,7 @@ class AccordionCifar(_Cifar):
     workers, epochs = 4, 20
 
     def rate(self, epoch: float) -> float:
-        return stepped_rate(0.4, epoch, self.epochs / 12, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
+        return stepped_rate(0.4, epoch, self.epochs / 6, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
 
 
 class AccordionVgg(AccordionCifar):
@@ -256,10 +256,10 @@ class Sst2Sgd(Sst2):
     """The same by SGD with momentum."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.groups(0.0), lr=0.02, momentum=0.9)
+        return torch.optim.SGD(self.groups(0.0), lr=0.005, momentum=0.9)
 
     def rate(self, epoch: float) -> float:
-        return triangle(0.02, epoch, 0.1 * self.epochs, self.epochs)
+        return triangle(0.005, epoch, 0.1 * self.epochs, self.epochs)
 
 
 class Enwik(Task):
