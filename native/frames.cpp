@@ -41,7 +41,7 @@ struct Term {
 
 // Finds the bodies of all pieces in a part, and reads their heads.
 int read_part(const gz_job& job, const gz_part& part, const gz_piece* pieces, uint64_t count, int codec, std::vector<Term>& terms) {
-    if (!part.data) {
+    if (part.values) {
         for (uint64_t i = 0; i < count; i++) terms.push_back({{}, part.values[i]});
         return 0;
     }
@@ -137,7 +137,7 @@ int64_t gz_sum_frames(const gz_job* job, const gz_part* parts_of_sum, uint64_t p
     std::vector<std::vector<Term>> terms(part_count);
     for (uint64_t p = 0; p < part_count; p++) {
         *failed = p;
-        if (!parts_of_sum[p].data)
+        if (parts_of_sum[p].values)
             for (uint64_t i = 0; i < count; i++)
                 if (!valid(*job, pieces[i].n, floor_of(pieces[i]))) return GZ_BAD_ARGUMENT;
         if (int error = read_part(*job, parts_of_sum[p], pieces, count, codec, terms[p])) return error;

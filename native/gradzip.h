@@ -95,11 +95,11 @@ GZ_API int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint6
 // Only notes what encoding would lose.
 GZ_API int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float scale);
 
-// One part of a sum: frames; or, where `data` is NULL, values as they would be decoded from frames made by `job`.
+// One part of a sum: frames; or values, as they would be decoded from frames made by `job`.
 typedef struct {
     const uint8_t* data;
     uint64_t size;
-    const void* const* values;  // those of each piece
+    const void* const* values;  // those of each piece; NULL: frames
 } gz_part;
 
 // The sum of parts, in their order, into all pieces (adding to what is there if add is non-zero), block by block without

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gradzip.collectives.blobs import Blob
-from gradzip.collectives.executor import Exchange, Executor, How, Members
+from gradzip.collectives.executor import Executor
 from gradzip.collectives.layout import Layout, Piece, parts
+from gradzip.collectives.terms import Exchange, How, Members
 from gradzip.errors import Unsupported
 from gradzip.routes import NAMED, Route, Step, tree
 
@@ -59,16 +60,24 @@ class Bytes:
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         return [self.result]
 
+    def goes_plainly(self, leaf: Layout) -> None:
+        pass
+
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype)
 
     def bound(self, leaf: Layout) -> int:
         return 24 + 4 * leaf[0].numel + 4
 
-    def encode(self, leaf: Layout, given: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
-        (piece,), (values,) = leaf, given
-        if stays:
-            return Blob(torch.empty(0, dtype=torch.uint8), values=given)  # nobody else will miss it
+    def encode(
+        self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None
+    ) -> list[Blob]:
+        nothing = torch.empty(0, dtype=torch.uint8)  # nobody else will miss it
+        pairs = enumerate(zip(leaves, values))
+        return [Blob(nothing, values=x) if i == stays else self._encode(leaf, x[0], how) for i, (leaf, x) in pairs]
+
+    def _encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        (piece,) = leaf
         head = torch.tensor([piece.start, values.numel(), how.shift])
         padding = torch.zeros(-4 * values.numel() % 8, dtype=torch.uint8)
         return Blob(torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8), padding]))
@@ -86,7 +95,7 @@ class Bytes:
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         total = values[0].clone()
         self.decode(leaf, [blob], how, [total], add=True)
-        return self.encode(leaf, [total], how)
+        return self._encode(leaf, total, how)
 
 
 def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Members]]) -> torch.Tensor:

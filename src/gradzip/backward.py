@@ -84,7 +84,7 @@ class Backward:
         self._complete = threading.Event()  # all messages are through
         self._comparison: checks.Comparison | None = None
         self._last_came: float | None = None
-        # The mean over one rank is what it has: nothing is coded, lost or sent. Some codecs give something else by intent.
+        # The mean over one rank is what it has: nothing is coded, lost or sent.
         self._alone = self.channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
         self.check &= not self._alone
         shares = [way.codec.limit for way in self.ways.values() if shares_book(way.codec)]

@@ -1,8 +1,10 @@
 """Compressed collectives: how messages of gradients become their mean over all ranks.
 
 layout      stretches of tensors: how they are dealt out and cut into chunks
+terms       what the parts below say to each other
 executor    runs any route of routes.py on a chunk; says what is to be exchanged, sends nothing itself
 coder       codes stretches: frames, floors, error feedback
+together    codes many of them in one call of an engine
 message     gradients that travel together, and the jobs they become
 pipeline    threads that code one chunk while others are on the wire
 gloo        bytes from rank to rank
@@ -14,9 +16,9 @@ watch       when data is under way, and what happens meanwhile
 
 from .channel import Channel, open_channel
 from .coder import flatten, unflatten
-from .executor import AllReduce, Exchange, Parts, Steps
 from .message import Message, Outcome, average_plainly, route_of, single, submit
 from .pipeline import Job
+from .terms import AllReduce, Exchange, Parts, Steps
 from .topology import Topology
 
 __all__ = [

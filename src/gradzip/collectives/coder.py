@@ -27,11 +27,9 @@ from ..feedback import Memory
 from ..sensitivity.near import memory_order
 from .blobs import HEAD_ROOM, Blob
 from .buffers import Buffers
-from .executor import How
 from .layout import Layout, Piece
-from .together import Together
-
-_ENTRY = 8  # bytes per size in the table, and what frames are padded to
+from .terms import How
+from .together import ENTRY, Leaf, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -74,7 +72,7 @@ class TensorCoder:
         self._feeds_back = self.codec.error_memory is not None
         self._flat = [flatten(t, t) for t in self.tensors]
         self._inputs = list(self._flat)
-        self._lost: list[torch.Tensor] = []  # of each tensor; for pieces that are coded together it is without scale
+        self._lost: list[torch.Tensor] = []  # of each tensor; where pieces are coded together it is without scale
         self._together: Together | None = None
 
     def for_chunk(self, taken: list[torch.Tensor]) -> TensorCoder:
@@ -93,8 +91,7 @@ class TensorCoder:
             self.codec = GComp(mode="lossless", limit=self.codec.limit, book=self.codec.book)
             self.contexts = [dataclasses.replace(ctx, floor=None) for ctx in self.contexts]
             self.exact_grid = self._feeds_back = False
-        sizes = [flat.numel() for flat in self._flat]
-        self._together = Together.of(self.codec, self.tensors, self.contexts, sizes)
+        self._together = coding_together(self.codec, self._flat, self.contexts)
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
             if self._together is not None:
                 self.memory.compensate(ctx.name, tensor, self.scale)
@@ -148,11 +145,16 @@ class TensorCoder:
 
     def bound(self, leaf: Layout) -> int:
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return sum(_densest(self.codec).bound(p.numel, dtype) + 2 * _ENTRY for p in _filled(leaf))
+        return sum(_densest(self.codec).bound(p.numel, dtype) + 2 * ENTRY for p in _filled(leaf))
 
-    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
-        if self._together is not None:
-            return self._encode_together(self._together, leaf, values, how, stays)
+    def encode(
+        self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None
+    ) -> list[Blob]:
+        if self._together is not None and self._device(how) == self.home:
+            return self._encode_together(self._together, leaves, values, how, stays)
+        return [self._encode_pieces(leaf, values[i], how, i == stays) for i, leaf in enumerate(leaves)]
+
+    def _encode_pieces(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool) -> Blob:
         known = values if self.codec.lossless else None
         if stays and known is not None:
             return Blob(torch.empty(0, dtype=torch.uint8), values=known)
@@ -164,14 +166,9 @@ class TensorCoder:
         return writer.blob()._replace(values=known)
 
     def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
-        pieces, filled = _filled(leaf), _filled_values(outs)
-        if self._together is not None and all(out.is_contiguous() for out in filled):
-            parts = [blob.data if blob.values is None else _filled_values(blob.values) for blob in blobs]
-            damaged = self._together.add_up(pieces, parts, how.shift, filled, add) if pieces else None
-            if damaged is None:
-                return
-            self._decode_pieces(leaf, blobs[damaged], how, outs, add)  # which says what is wrong
-            raise Corrupt(f"{self.contexts[leaf[0].tensor].name!r}: frames of an exchange have no checksum")
+        if self._together is not None and self._device(how) == self.home:
+            self._decode_together(self._together, leaf, blobs, how, outs, add)
+            return
         for number, blob in enumerate(blobs):
             adds = add or number > 0
             if blob.values is None:
@@ -198,7 +195,7 @@ class TensorCoder:
         if not (isinstance(self.codec, GComp) and first.dtype == torch.float32 and self._fuses(first, how)):
             total = [wide(x).clone() for x in values]
             self.decode(leaf, [blob], how, total, add=True)
-            return self.encode(leaf, total, how)
+            return self.encode([leaf], [total], how)[0]
         writer = self._writer(leaf, first.device)
         for piece, frame, local in zip(_filled(leaf), self._frames(leaf, blob.data), _filled_values(values)):
             ctx = self._context(piece, how, local.device)
@@ -213,6 +210,14 @@ class TensorCoder:
         self.taken.append(buffer)
         return buffer[: count * dtype.itemsize].view(dtype)
 
+    def goes_plainly(self, leaf: Layout) -> None:
+        for piece in leaf if self._feeds_back else ():
+            lost = self._lost[piece.tensor][piece.start : piece.stop]
+            if self._together is not None:
+                lost.zero_()
+            else:  # what was lost by rounding to 16 bits remains
+                lost.sub_(wide(self._inputs[piece.tensor][piece.start : piece.stop]))
+
     def note_sent(self, layout: Layout, sent: torch.Tensor, factor: float) -> None:
         """Takes note that `sent` times `factor` is what goes out of this rank's values."""
         offset = 0
@@ -224,30 +229,65 @@ class TensorCoder:
     # -- all pieces in one call -----------------------------------------------------------------------------------
 
     def _encode_together(
-        self, together: Together, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool
-    ) -> Blob:
-        pieces, xs, own = _filled(leaf), [x.contiguous() for x in _filled_values(values)], how.summed == 1
-        lost: list[torch.Tensor] | None = None
+        self,
+        together: Together,
+        leaves: Sequence[Layout],
+        values: Sequence[Sequence[torch.Tensor]],
+        how: How,
+        stays: int | None,
+    ) -> list[Blob]:
+        own = how.summed == 1
         unit = self.scale if own or not how.mean else self.scale / self.world
-        names = [(self.contexts[piece.tensor].name, _stage_of(how, piece)) for piece in pieces]
-        if self._feeds_back and own:
-            lost = [self._lost[piece.tensor][piece.start : piece.stop] for piece in pieces]
-        elif self._feeds_back:
-            for (name, stage), x in zip(names, xs):
-                self.memory.compensate(name, x, unit, stage)
-            lost = [self.memory.room(name, x, stage) for (name, stage), x in zip(names, xs)]
-        if stays or not pieces:
-            blob = Blob(torch.empty(0, dtype=torch.uint8))
-            if lost is not None and pieces:
-                together.note_lost(pieces, xs, how.shift, lost, unit)
-        else:
-            buffer = self._room(leaf, torch.device("cpu"))
-            size = HEAD_ROOM + together.encode(pieces, xs, how.shift, buffer[HEAD_ROOM:], lost, unit)
-            blob = Blob(buffer[HEAD_ROOM:size], None, buffer[:size])
-        if lost is not None and not own:
-            for (name, stage), residual in zip(names, lost):
-                self.memory.keep(name, residual, stage)
-        return blob._replace(values=xs)
+        coded, rooms = [], []
+        for number, (layout, parts) in enumerate(zip(leaves, values)):
+            xs = [x.contiguous() for x in _filled_values(parts)]
+            room = self._room(layout, torch.device("cpu")) if number != stays else torch.empty(0, dtype=torch.uint8)
+            leaf = Leaf(_filled(layout), xs, room[HEAD_ROOM:] if number != stays and xs else None)
+            if self._feeds_back:
+                leaf.lost = self._room_for_lost(leaf, how, unit)
+            coded.append(leaf)
+            rooms.append(room)
+        together.encode([leaf for leaf in coded if leaf.pieces], how.shift, unit)
+        for leaf in coded if self._feeds_back and not own else ():
+            for piece, residual in zip(leaf.pieces, leaf.lost or ()):
+                self.memory.keep(self.contexts[piece.tensor].name, residual, _stage_of(how, piece))
+        return [
+            Blob(room[HEAD_ROOM : HEAD_ROOM + leaf.size], None, room[: HEAD_ROOM + leaf.size], leaf.known)
+            for leaf, room in zip(coded, rooms)
+        ]
+
+    def _decode_together(
+        self,
+        together: Together,
+        leaf: Layout,
+        blobs: Sequence[Blob],
+        how: How,
+        outs: Sequence[torch.Tensor],
+        add: bool,
+    ) -> None:
+        pieces, outs = _filled(leaf), _filled_values(outs)
+        if not pieces:
+            return
+        dense = [out.contiguous() for out in outs]
+        parts = [blob.data if blob.values is None else blob.values for blob in blobs]
+        damaged = together.add_up(pieces, parts, how.shift, dense, add)
+        if damaged is not None:
+            self._decode_pieces(leaf, blobs[damaged], how, dense, add)  # which says what is wrong
+            raise Corrupt(f"{self.contexts[pieces[0].tensor].name!r}: a frame that exchanges do not make")
+        for out, result in zip(outs, dense):
+            if result is not out:
+                out.copy_(result)
+
+    def _room_for_lost(self, leaf: Leaf, how: How, unit: float) -> list[torch.Tensor]:
+        """Where what is lost of a leaf goes. Sums get what was lost of them before, in place."""
+        if how.summed == 1:
+            return [self._lost[piece.tensor][piece.start : piece.stop] for piece in leaf.pieces]
+        rooms = []
+        for piece, x in zip(leaf.pieces, leaf.xs):
+            name, stage = self.contexts[piece.tensor].name, _stage_of(how, piece)
+            self.memory.compensate(name, x, unit, stage)
+            rooms.append(self.memory.room(name, x, stage))
+        return rooms
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -298,7 +338,10 @@ class TensorCoder:
         decoded = codec.decode(frame, ctx)
         if own:
             lost = self._lost[piece.tensor][piece.start : piece.stop]
-            lost.sub_(decoded.to(lost.device))
+            if self._together is not None:  # only this step of the route is on another device
+                lost.copy_((x - decoded) / self.scale)
+            else:
+                lost.sub_(decoded.to(lost.device))
         else:
             self.memory.lost(name, wide(target) - wide(decoded), unit, stage)
 
@@ -330,14 +373,14 @@ class TensorCoder:
 
     def _frames(self, leaf: Layout, data: torch.Tensor) -> list[torch.Tensor]:
         count = sum(piece.numel > 0 for piece in leaf)
-        at = _ENTRY * count
+        at = ENTRY * count
         sizes = data[:at].cpu().clone().view(torch.int64).tolist() if data.numel() >= at else [-1]
         frames = []
         for size in sizes:
             if size < 0 or at + size > data.numel():
                 raise Corrupt(f"it does not hold the {count} frames that it should")
             frames.append(data[at : at + size])
-            at += size + -size % _ENTRY
+            at += size + -size % ENTRY
         if at != data.numel():
             raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
         return frames
@@ -348,12 +391,12 @@ class _Writer:
 
     def __init__(self, buffer: torch.Tensor, count: int) -> None:
         self._buffer, self._sizes = buffer, list[int]()
-        self._at = HEAD_ROOM + _ENTRY * count
+        self._at = HEAD_ROOM + ENTRY * count
 
     def write(self, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         frame = encode(self._buffer[self._at :])
         end = self._at + frame.numel()
-        padded = end + -frame.numel() % _ENTRY
+        padded = end + -frame.numel() % ENTRY
         self._buffer[end:padded] = 0
         self._at = padded
         self._sizes.append(frame.numel())

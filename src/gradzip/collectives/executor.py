@@ -11,9 +11,9 @@ coded, like by all others: replicas stay bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,90 +22,7 @@ from ..routes import Route, Step
 from ..spans import span
 from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_numbered
 from .layout import Layout, Piece, deal, joined, numel, subviews, views
-
-
-class Members(NamedTuple):
-    """Some ranks that exchange data, and this one's place among them."""
-
-    rank: int  # this one's number among them
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-@dataclass
-class Exchange:
-    """send[i] goes to member i of the group; None: nothing goes there. A rank's own part, if any, comes back as it is.
-
-    `most[i]` is how many bytes member i will send here at the most, None if it sends nothing. What is shorter comes
-    with bytes of no meaning behind it. Where `most` itself is None, sizes have to be asked for first.
-    """
-
-    where: str
-    send: Sequence[torch.Tensor | None]  # bytes
-    most: Sequence[int | None] | None
-    number: int = 0  # of this exchange in the route, the same on all ranks: some take no part in all of them
-
-
-@dataclass
-class AllReduce:
-    """torch's own sum of a tensor over all ranks: in place, or in the host's memory if it lies elsewhere."""
-
-    tensor: torch.Tensor
-
-
-Parts = list[torch.Tensor | None]
-Steps = Generator[Exchange | AllReduce, Parts, None]
-
-
-class Coder(Protocol):
-    """What the executor needs to know of a message."""
-
-    exact_grid: bool  # sums are coded on a grid (near mode), so they are not divided before
-    dtype: torch.dtype  # of all tensors
-    home: torch.device
-
-    def load(self, layout: Layout) -> list[torch.Tensor]:
-        """This rank's own values, flat, piece by piece; not to be written to."""
-        ...
-
-    def store(self, layout: Layout, mean: torch.Tensor) -> None: ...
-
-    def targets(self, layout: Layout) -> list[torch.Tensor] | None:
-        """Where the mean of each piece may be decoded to without a detour; None: nowhere."""
-        ...
-
-    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for that many values, until the chunk is through."""
-        ...
-
-    def bound(self, leaf: Layout) -> int:
-        """How many bytes a blob of it has at the most, whatever is in the sum."""
-        ...
-
-    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
-        """Codes the values of each piece. `stays`: only this rank will decode it, so it may remain uncoded."""
-        ...
-
-    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
-        """The sum of blobs of the same leaf, in their order; added to what is there if `add`."""
-        ...
-
-    def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
-        """Codes values + what is in the blob."""
-        ...
-
-
-class How(NamedTuple):
-    """How a stretch is coded."""
-
-    device: str
-    number: int  # of this encode in the route: each has its own error memory
-    summed: int  # ranks in the sum; 1: it is this rank's own gradient
-    shift: int  # of the grid, for sums
-    mean: bool = False  # the values are means already
+from .terms import Coder, Exchange, How, Members, Steps
 
 
 @dataclass
@@ -240,10 +157,7 @@ class Executor:
             leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
         with span("encode"):
-            blobs = [
-                self._coder.encode(leaf, held.plain_parts(leaf), how, stays=number == stays)
-                for number, leaf in enumerate(leaves)
-            ]
+            blobs = self._coder.encode(leaves, [held.plain_parts(leaf) for leaf in leaves], how, stays)
         held.values, held.coded = None, _Coded(leaves, [blobs], how)
 
     def _decode(self, device: str, last: bool) -> None:
@@ -306,6 +220,12 @@ class Executor:
         if not joins:
             held.summed *= group.size
 
+    def _note_plain(self, leaves: Sequence[Layout], group: Members) -> None:
+        """Own values that were never coded go out: what coding loses later is lost of sums."""
+        if group.size > 1 and self._held.summed == 1 and self._held.shift is None:
+            for leaf in leaves:
+                self._coder.goes_plainly(leaf)
+
     def _exchange(self, where: str, send: Sequence[torch.Tensor | None], most: Sequence[int | None] | None) -> Exchange:
         self._held.exchange += 1
         return Exchange(where, send, most, self._held.exchange - 1)
@@ -321,6 +241,7 @@ class Executor:
         stretches = deal(held.layout, group.size)
         held.splits.append(_Split(where, held.layout, gathered=False))
         if held.values is not None:
+            self._note_plain([held.layout], group)
             plain = [_bytes(joined(held.plain_parts(part))) for part in stretches]
             kind = held.kind
             size = numel(stretches[group.rank]) * kind.itemsize
@@ -344,6 +265,7 @@ class Executor:
         held.splits.append(_Split(where, held.layout, gathered=True))
         nothing: list[None] = [None] * (group.size - 1)
         if held.values is not None:
+            self._note_plain([held.layout], group)
             kind = held.kind
             size = held.plain.numel() * kind.itemsize if group.rank == 0 else None
             received = yield self._exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
@@ -419,7 +341,8 @@ class Executor:
         total: torch.Tensor | list[torch.Tensor] = held.plain_parts(leaves[mine])
         if group.size > 1:
             start = leaves[before]
-            blob = self._coder.encode(start, held.plain_parts(start), self._how(device, held.summed))
+            self._note_plain([leaf for leaf in leaves if leaf is not start], group)
+            (blob,) = self._coder.encode([start], [held.plain_parts(start)], self._how(device, held.summed))
             for hop in range(group.size - 1):
                 send: list[torch.Tensor | None] = [None] * group.size
                 send[after] = pack([[blob]])

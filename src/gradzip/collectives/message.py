@@ -26,9 +26,10 @@ from ..routes import NAMED, Route
 from .blobs import Blob
 from .channel import Channel
 from .coder import TensorCoder, cuttable, finite, flatten, unflatten
-from .executor import AllReduce, Executor, How, Parts, Steps
+from .executor import Executor
 from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
 from .pipeline import Agreement, Job
+from .terms import AllReduce, How, Parts, Steps
 
 FACTORS, ALLREDUCE = "factors", "allreduce"
 NAMES = (*NAMED, FACTORS)
@@ -333,13 +334,18 @@ class _Plain:
     def targets(self, layout: Layout) -> None:
         return None
 
+    def goes_plainly(self, leaf: Layout) -> None:
+        pass
+
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self.home)
 
     def bound(self, leaf: Layout) -> int:
         raise AssertionError("plain values are not coded")
 
-    def encode(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool = False) -> Blob:
+    def encode(
+        self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None
+    ) -> list[Blob]:
         raise AssertionError("plain values are not coded")
 
     def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:

@@ -25,8 +25,8 @@ import torch
 from ..errors import PeerError
 from ..spans import span
 from .buffers import Buffers
-from .executor import AllReduce, Exchange, Members, Parts, Steps
 from .gloo import Gloo, Pending
+from .terms import AllReduce, Exchange, Members, Parts, Steps
 
 ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage

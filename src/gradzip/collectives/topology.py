@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Unsupported
 from ..routes import Route
-from .executor import Members
+from .terms import Members
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from ...codecs.sparse import SparseFrame
 from ...collectives import Topology, flatten, message
 from ...collectives.buffers import Buffers
 from ...collectives.coder import cuttable
-from ...collectives.executor import AllReduce, Exchange, Parts
 from ...collectives.layout import PART
+from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError
 from ...feedback import Memory, clean_name

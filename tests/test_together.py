@@ -1,0 +1,213 @@
+"""Leaves coded in one call: the same bytes, sums and residuals that every piece by itself gives, on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import floor_for, gradient, same_bits, special
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradzip import Context, engines, parse
+from gradzip.codecs.gcomp import GComp
+from gradzip.collectives import Exchange
+from gradzip.collectives.buffers import Buffers
+from gradzip.collectives.coder import TensorCoder
+from gradzip.collectives.executor import Executor
+from gradzip.collectives.layout import chunks
+from gradzip.collectives.terms import How, Members, Steps
+from gradzip.collectives.together import coding_together
+from gradzip.engines import native
+from gradzip.engines.layout import Floor, Job
+from gradzip.errors import PeerError
+from gradzip.feedback import Memory
+from gradzip.routes import NAMED, Route
+
+CODECS = (
+    *("gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=3", "gcomp:keep=5,round=truncate,feedback=bf16"),
+    *("gcomp", "gcomp:ulps=4096", "gcomp:mode=paper", "gcomp:mode=lossless,book=shared", "gcomp:book=shared"),
+)
+WORLD, SIZES, STEPS = 3, (5000, 2, 0, 9001), 2
+
+
+@pytest.fixture(params=["native", "cuda"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cuda":
+        emulated = pytest.importorskip("emulated")
+        if emulated.COMPILER is None:
+            pytest.skip("the emulated GPU needs a C++ compiler")
+        from gradzip.engines.cuda import launch
+
+        monkeypatch.setattr(launch, "emulator", emulated.Emulator())
+    return str(request.param)
+
+
+# --- Exchanges -------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A few ranks in one thread, which take turns; their memories live from step to step."""
+
+    def __init__(self, codec: str, scale: float) -> None:
+        self.codec, self.scale = parse(codec), scale
+        self.memories = [Memory(rank) for rank in range(WORLD)]
+        for memory in self.memories:
+            memory.forms = {str(i): self.codec.error_memory for i in range(len(SIZES))}
+
+    def mean(self, route: Route, step: int) -> list[list[torch.Tensor]]:
+        """What all ranks end with."""
+        runs, results = [], []
+        for rank, memory in enumerate(self.memories):
+            tensors = [gradient(size, seed=100 * step + 10 * rank + i) * self.scale for i, size in enumerate(SIZES)]
+            contexts = [
+                Context(str(i), step, rank=rank, world=WORLD, scale=self.scale, floor=self.floor(x, i))
+                for i, x in enumerate(tensors)
+            ]
+            coder = TensorCoder(self.codec, tensors, contexts, memory, Buffers(), self.scale, WORLD)
+            coder.prepare()
+            results.append(tensors)
+            runs.append((rank, coder))
+        for layout in chunks(SIZES, WORLD, True, part=1500):
+            members = {rank: {"flat": Members(rank, tuple(range(WORLD)))} for rank in range(WORLD)}
+            drive([Executor(route, layout, coder, members[rank], WORLD).steps() for rank, coder in runs])
+        for (_, coder), memory in zip(runs, self.memories):
+            coder.finish()
+            memory.commit()
+        return results
+
+    def floor(self, x: torch.Tensor, number: int) -> Floor | torch.Tensor | None:
+        assert isinstance(self.codec, GComp)
+        if self.codec.mode == "near":
+            return floor_for(x, seed=number, depth=12 if self.codec.ulps == 1 else 3)
+        return torch.full((x.numel(),), -6, dtype=torch.int8) if self.codec.mode == "paper" else None
+
+
+def drive(ranks: list[Steps]) -> None:
+    """Advances all ranks from exchange to exchange."""
+    received: list[Any] = [None] * len(ranks)
+    while True:
+        wanted = []
+        for steps, parts in zip(ranks, received):
+            try:
+                wanted.append(steps.send(parts))
+            except StopIteration:
+                continue
+        if not wanted:
+            return
+        assert len(wanted) == len(ranks)
+        assert all(isinstance(w, Exchange) for w in wanted)
+        received = [[copied(sender.send[i]) for sender in wanted] for i in range(len(ranks))]  # type: ignore[union-attr]
+
+
+def copied(part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.clone()
+
+
+def exchanged(engine: str, codec: str, route: str, scale: float) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    ranks, seen = Ranks(codec, scale), []
+    with engines.use(engine):
+        for step in range(STEPS):
+            seen += [tensor for of_rank in ranks.mean(NAMED[route], step) for tensor in of_rank]
+    return seen, [memory.state_dict() for memory in ranks.memories]
+
+
+@pytest.mark.parametrize("route", ["alltoall", "ring", "allgather"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str, route: str) -> None:
+    if engine == "cuda" and (route != "alltoall" or "keep=5" in codec or "keep=7" in codec):
+        pytest.skip("the emulated GPU is slow, and adds nothing here")
+    scale = 3.0 if "4096" in codec else 1.0
+    expected, left = exchanged("reference", codec, route, scale)
+    found, kept = exchanged(engine, codec, route, scale)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    for ours, theirs in zip(kept, left):
+        assert ours.keys() == theirs.keys()
+        assert all(same_bits(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours)
+
+
+def test_the_engines_are_used(engine: str) -> None:
+    """Or the comparison above would compare the slow way with itself."""
+    x = [gradient(10)]
+    with engines.use(engine):
+        assert coding_together(parse("gcomp:keep=7"), x, [Context()]) is not None
+    with engines.use("reference"):
+        assert coding_together(parse("gcomp:keep=7"), x, [Context()]) is None
+
+
+@pytest.mark.parametrize("place", [0, 9, 17, 40, 60])
+def test_a_damaged_leaf_names_rank_and_tensor(engine: str, place: int) -> None:
+    x = gradient(5000, seed=1)
+    coder = TensorCoder(parse("gcomp:mode=lossless"), [x], [Context("w", rank=0)], Memory(0), Buffers(), 1.0, 2)
+    layout = chunks([x.numel()], 2, True)[0]
+    with engines.use(engine):
+        coder.prepare()
+        how = How("cpu", 0, 1, 0)
+        (blob,) = coder.encode([layout], [coder.load(layout)], how)
+        damaged = blob.data.clone()
+        damaged[place] ^= 0x55
+        out = torch.zeros(5000)
+        with pytest.raises(PeerError, match="rank 1 sent 'w' damaged"):
+            coder.decode(layout, [blob, blob._replace(data=damaged, source=1, values=None)], how, [out], False)
+        coder.decode(layout, [blob], how, [out], False)
+    assert same_bits(out, x)
+
+
+# --- The native engine's calls ---------------------------------------------------------------------------------------
+
+
+def pieces(sizes: Sequence[int], seed: int) -> list[torch.Tensor]:
+    return [special(size) if size % 5 == 4 else gradient(size, seed + i) for i, size in enumerate(sizes)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([1, 5, 100, 4096, 5004, 9001]), min_size=1, max_size=4),
+    codec=st.sampled_from(["gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=0,round=truncate", "gcomp"]),
+    seed=st.integers(0, 1000),
+    isa=st.sampled_from(native.available_isas()),
+)
+def test_frames_sums_and_losses(sizes: list[int], codec: str, seed: int, isa: str) -> None:
+    chosen, xs = parse(codec), pieces(sizes, seed)
+    assert isinstance(chosen, GComp)
+    contexts = [Context(floor=floor_for(x, seed) if codec == "gcomp" else None) for x in xs]
+    floors, job = [c.floor for c in contexts], chosen._job(Context())
+    out = torch.empty(sum(32 + chosen.bound(n, torch.float32) for n in sizes), dtype=torch.uint8)
+    lost = [torch.empty(n) for n in sizes]
+    before = native.isa()
+    native.set_isa(isa)
+    try:
+        size = native.encode_frames(xs, job, GComp.wire_id, out, floors, lost=lost, scale=3.0)
+        at = 8 * len(xs)
+        for x, context, n in zip(xs, contexts, out[:at].view(torch.int64).tolist()):
+            assert torch.equal(out[at : at + n], chosen.encode(x, context))
+            at += n + -n % 8
+        assert at == size
+        decoded = [chosen.decode(chosen.encode(x, c), c) for x, c in zip(xs, contexts)]
+        for x, y, got in zip(xs, decoded, lost):
+            expected = (x - y) / 3.0
+            assert same_bits(got[expected.isfinite()], expected[expected.isfinite()])
+            assert torch.equal(got.isnan(), expected.isnan())
+        others = [torch.empty(n) for n in sizes]
+        native.note_lost(xs, job, floors, others, 3.0)
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(others, lost))
+        sums = [torch.ones(n) for n in sizes]
+        native.sum_frames([xs, out[:size], xs], job, GComp.wire_id, sums, floors, add=True)
+        for y, got in zip(decoded, sums):
+            expected = torch.ones_like(y).add_(y).add_(y).add_(y)
+            assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    finally:
+        native.set_isa(before)
+
+
+def test_damaged_frames_name_their_part() -> None:
+    xs, job = pieces([5000, 7], 3), Job("lossless")
+    out = torch.empty(60000, dtype=torch.uint8)
+    good = out[: native.encode_frames(xs, job, GComp.wire_id, out, [None, None])]
+    outs = [torch.empty(5000), torch.empty(7)]
+    for bad in (good[:-1], good[:8], good[:0], torch.cat([good, good[:8]]), good ^ 1):
+        with pytest.raises(native.DamagedFrames) as caught:
+            native.sum_frames([xs, good, bad.clone()], job, GComp.wire_id, outs, [None, None], add=False)
+        assert caught.value.part == 2
