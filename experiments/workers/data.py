@@ -4,7 +4,7 @@
     cifar100/    the official binary files (train.bin, test.bin)
     wikitext2/   wiki.{train,valid,test}.tokens, plain or .xz
     sst2/        glue_{train,dev}.tsv with sentence and label, plain or .xz
-    enwik8/      enwik8, plain or .xz
+    enwik8/      enwik8 or its beginning, plain or .xz
     minilm/      vocab.txt and model_fp16.safetensors (models in bert.py)
 
 Where they come from: https://www.cs.toronto.edu/~kriz/cifar.html (binary version), WikiText-2 as in pytorch/examples

@@ -166,7 +166,8 @@ class WikiText(Task):
         super().__init__(root, device, seed, limit)
         arrays = data.wikitext2(root)
         self.vocabulary = int(arrays["vocabulary"])
-        train, test = (torch.from_numpy(arrays[split])[:limit].to(device) for split in ("train", "test"))
+        words = None if limit is None else 40 * limit
+        train, test = (torch.from_numpy(arrays[split])[:words].to(device) for split in ("train", "test"))
         streams = self.workers * self.batch
         self.words = train[: train.numel() // streams * streams].view(streams, -1).t().contiguous()  # (time, streams)
         self.test = test[: test.numel() // 10 * 10].view(10, -1).t().contiguous()
