@@ -220,7 +220,16 @@ def test_without_a_gpu_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 # --- On a GPU ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["small", "large"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for small messages, and those for large ones."""
+    if request.param == "large":
+        monkeypatch.setattr(launch, "SMALL_BLOCKS", 0)
+    launch._workspaces.clear()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("codec", MODES)
 @pytest.mark.parametrize("numel", [1, 4097, 300_000])
 def test_frames_cross_between_cpu_and_gpu(codec: str, numel: int) -> None:
@@ -235,6 +244,7 @@ def test_frames_cross_between_cpu_and_gpu(codec: str, numel: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zeros", [0.0, 0.1, 1.0])
 def test_large_inputs_come_back(dtype: torch.dtype, zeros: float) -> None:
@@ -249,6 +259,7 @@ def test_large_inputs_come_back(dtype: torch.dtype, zeros: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("depth", [-184, -176, -168, -160])
 def test_floors_are_the_same_on_both_sides(depth: int) -> None:
     """From nearly lossless to nearly all zero; the CPU floors are made from CPU copies of the optimizer's state."""
@@ -263,6 +274,7 @@ def test_floors_are_the_same_on_both_sides(depth: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("codec", MODES)
 def test_damaged_payloads(codec: str) -> None:
     """A damaged payload is refused or decodes to something, as on the CPU; it never brings the device down."""
@@ -285,6 +297,7 @@ def test_damaged_payloads(codec: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 def test_chunks_and_other_streams() -> None:
     x = torch.randn(3_000_000, device="cuda")
     engine = engines.load("cuda")
@@ -298,6 +311,7 @@ def test_chunks_and_other_streams() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["lossless", "near"])

@@ -15,6 +15,7 @@ from .. import __version__, codecs, engines
 from ..bench import cluster
 from ..codecs import Context
 from ..emulate import format_rate
+from ..engines.cuda import hot
 from ..errors import EngineError, GradzipError
 from .table import Column, Commands, Row, add_json, command, show
 
@@ -87,6 +88,7 @@ def checks() -> Iterator[Row]:
     yield _found("numpy", np.__version__)
     yield _threads()
     yield _gpu()
+    yield _packing()
     for name in engines.NAMES:
         yield _engine(name)
     yield _override()
@@ -109,6 +111,16 @@ def _gpu() -> Row:
         return _found("gpu", ", ".join(names))
     reason = "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
     return _found("gpu", reason, "absent")
+
+
+def _packing() -> Row:
+    """How codecs other than gcomp pack bits and select values on a GPU."""
+    if not torch.cuda.is_available():
+        return _found("packing kernels", "not used: torch's operations pack and select on a CPU", "absent")
+    reason = hot.reason_against()
+    if reason:
+        return _found("packing kernels", f"torch's operations instead, which are slower: {reason}", "absent")
+    return _found("packing kernels", "in use on the GPU")
 
 
 def _engine(name: str) -> Row:

@@ -1,6 +1,7 @@
 """Small numbers, packed: values of 1 to 8 bits, ternary digits, and ascending positions.
 
-Everything is a handful of whole-tensor operations, so that it runs wherever torch does. Bits fill bytes from the
+Everything is a handful of whole-tensor operations, so that it runs wherever torch does; on a GPU a kernel packs and
+unpacks values of 1 to 8 bits in one pass. Bits fill bytes from the
 lowest up. What a packer leaves over in its last byte is zero, and an unpacker refuses anything else.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from ..engines.cuda import hot
 from ..errors import Corrupt
 
 TRITS_PER_BYTE = 5  # 3^5 = 243 of 256
@@ -24,6 +26,8 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return values
     size = packed_bytes(values.numel(), bits)
+    if hot.serves(values):
+        return hot.pack_bits(values, bits, size)
     groups = pad(values, (0, -values.numel() % 8)).view(-1, 8)
     if 8 % bits == 0:
         return _folded(groups.view(-1, 8 // bits), bits)[:size]
@@ -44,7 +48,9 @@ def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
     assert data.numel() == packed_bytes(count, bits)
     if bits == 8:
         return data
-    if 8 % bits == 0:
+    if hot.serves(data):
+        values = hot.unpack_bits(data, count, bits)
+    elif 8 % bits == 0:
         values = _unfolded(data, bits, 8 // bits)
     else:
         groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ..engines.cuda import hot
 from .base import wide
 from .random import keyed_bits
 
@@ -33,10 +34,19 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
         sample = magnitude[:: x.numel() // _SAMPLE]
         expected = k * sample.numel() / x.numel()
         guess = sample.topk(math.ceil(expected + 3 * math.sqrt(expected) + 3), sorted=False).values.min()
-        likely = (magnitude >= guess).nonzero().view(-1)
+        likely = _reached(x, magnitude, guess, 2 * k + _SAMPLE)
         if likely.numel() >= k:
             return likely[_largest(magnitude[likely], k)]
     return _largest(magnitude, k)
+
+
+def _reached(x: torch.Tensor, magnitude: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tensor:
+    """The ascending indices of magnitudes of at least `least`, most often no more than `expected` of them."""
+    if hot.serves(x) and x.itemsize <= 4:
+        found = hot.select_large(x, least, expected)
+        if found is not None:
+            return found
+    return (magnitude >= least).nonzero().view(-1)
 
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:

@@ -22,7 +22,10 @@ from ...errors import EngineError
 
 KERNELS = Path(__file__).parent / "kernels"
 # One source, in this order: later files use what earlier ones define.
-FILES = ("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode", "small")
+FILES = (
+    *("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode", "small"),
+    *("packing", "select"),  # for other codecs
+)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RESERVED_SHARED = 1024  # what the system takes of every group's shared memory
 _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
@@ -64,6 +67,11 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise EngineError(f"{name} is not found: install nvidia-cuda-nvrtc for CUDA {torch.version.cuda}, or set CUDA_HOME")
+
+
+def require_compiler() -> None:
+    """Raises EngineError where kernels cannot be compiled."""
+    _nvrtc()
 
 
 def _compile(text: str, architecture: str) -> bytes:

@@ -79,7 +79,7 @@ def launcher(device: torch.device) -> Launcher:
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
 
 
-def _workspace(device: torch.device, stream: int) -> Workspace:
+def workspace(device: torch.device, stream: int) -> Workspace:
     space = _workspaces.get((device, stream))
     if space is None:
         space = _workspaces[device, stream] = Workspace(device)
@@ -215,7 +215,7 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prep
     device = parts[0].values.device
     on = _gpus.get(device) or launcher(device)
     stream = on.stream()
-    space = _workspaces.get((device, stream)) or _workspace(device, stream)
+    space = _workspaces.get((device, stream)) or workspace(device, stream)
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
@@ -232,7 +232,7 @@ def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Te
     device = parts[0].values.device
     on = launcher(device)
     stream = on.stream()
-    Launch(parts, coding, job, True, on, stream, _workspace(device, stream)).count_symbols(counts)
+    Launch(parts, coding, job, True, on, stream, workspace(device, stream)).count_symbols(counts)
 
 
 def _identity(part: Part) -> tuple[object, ...]:
@@ -373,18 +373,55 @@ class SmallLaunch:
         served[self._encodes] = (served[self._encodes] + self._groups) & 0xFFFFFFFF
 
     def finish(self) -> tuple[list[int], int]:
-        """Waits for the kernel; the sizes of the encoded bodies, and the status word, which is cleared.
-
-        The last group of threads says in host memory that it is done. Looking there is quicker than asking the driver,
-        but only for as long as a small kernel takes.
-        """
-        result, epoch = self._space.result, self._space.epoch
-        for _ in range(POLLS):
-            if result[DONE] == epoch:
-                break
-        else:
-            self._on.wait(self._stream)
+        """Waits for the kernel; the sizes of the encoded bodies, and the status word, which is cleared."""
+        await_epoch(self._on, self._stream, self._space)
+        result = self._space.result
         status = result[MOST_TENSORS]
         if status:
             self._space.status.zero_()
         return result[: self._count], status
+
+
+# --- Kernels of one tensor that are not GComp ----------------------------------------------------------------------
+
+
+@cache
+def ready(on: Launcher, kernel: str, threads: int) -> None:
+    on.load(kernel, threads, 0)
+
+
+def describe(
+    part: Part, space: Workspace, groups: int, *, limit: int = 0, keep: int = 0
+) -> ctypes.Array[ctypes.c_char]:
+    """Arguments of a kernel that works on one tensor; what the numbers mean is up to it."""
+    progress, counters = space.small_addresses
+    _, status, result = space.addresses
+    head = _ARGS.pack(
+        0, progress, counters + 8, 0, status, result, 0, 0, 1, groups, 0, 0, 0, 0, limit, 1, keep, 0, 0, 0, 0, 0, 0, 0
+    )
+    return ctypes.create_string_buffer(head + _pack(part, 0, 0), _ARGS_BYTES)
+
+
+def run_ordered(
+    kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, on: Launcher, stream: int, space: Workspace
+) -> int:
+    """Runs a kernel whose groups announce numbers to each other, and waits; the sum that the last one found."""
+    ready(on, kernel, SMALL_THREADS)
+    _LAUNCH.pack_into(arguments, _LAUNCH_AT, space.next_epoch(), space.served[1])
+    on.bind(kernel, arguments, groups, SMALL_THREADS, stream)()
+    space.served[1] = (space.served[1] + groups) & 0xFFFFFFFF
+    await_epoch(on, stream, space)
+    return space.result[0]
+
+
+def await_epoch(on: Launcher, stream: int, space: Workspace) -> None:
+    """Waits for the kernel launched last, one of those of kernels/small.cuh.
+
+    Its last group of threads says in host memory that it is done. Looking there is quicker than asking the driver, but
+    only for as long as a small kernel takes.
+    """
+    result, epoch = space.result, space.epoch
+    for _ in range(POLLS):
+        if result[DONE] == epoch:
+            return
+    on.wait(stream)
