@@ -108,7 +108,7 @@ Made by `python bench/make_compatibility.py` from the tests. `attach` itself ref
 ## In pairs, with DistributedDataParallel
 Two ranks train with each feature alone (on the diagonal) and with each pair, in `test_pairs.py::test_pair`. Where there
 is a ✓, `gcomp:mode=lossless` ends with the parameters of plain DDP to the bit, and `gcomp:ulps=4096` and `topk` leave
-all replicas identical.
+all replicas identical. torch.compile is used with its `eager` backend, which needs no compiler.
 
 """
 
