@@ -75,7 +75,7 @@ def rate_at(name: str, step: int) -> float:
 
 def train_ddp(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
     """One real rank: parameters and buffers after a few steps under each policy."""
-    ended = {}
+    ended, handles = {}, []  # handles that live at the same time share their connections
     for name in names:
         model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
         optimizer = optimizer_of(name, model.parameters())
@@ -88,12 +88,16 @@ def train_ddp(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
             optimizer.step()
             handle.end_epoch()
         ended[name] = [value.clone() for value in model.module.state_dict().values()]
+        handles.append(handle)
+    for handle in handles:
         handle.detach()
     return ended
 
 
-def train_simulated(name: str, world: int, kind: Any, probe: bool = False) -> list[torch.Tensor]:
-    model = network()
+def train_simulated(
+    name: str, world: int, kind: Any, probe: bool = False, device: str = "cpu", graph: bool = False
+) -> list[torch.Tensor]:
+    model = network().to(device)
     optimizer = optimizer_of(name, model.parameters())
     workers = kind(model, optimizer, as_policy(POLICIES[name]()), world)
     stacked = isinstance(workers, StackedWorkers)
@@ -103,10 +107,11 @@ def train_simulated(name: str, world: int, kind: Any, probe: bool = False) -> li
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(model(x), y)
 
-    gradients = WorkerGradients(model, loss_of, rows, graph=False)
+    gradients = WorkerGradients(model, loss_of, rows, graph)
     for step in range(STEPS):
         set_rate(optimizer, rate_at(name, step))
-        gradients(batch(step, worker) for worker in range(world))
+        batches = [batch(step, worker) for worker in range(world)]
+        gradients((x.to(device), y.to(device)) for x, y in batches)
         if stacked:
             found = workers.mean(probe)
             assert not found or 0 < found["own_bytes"] < 4.2 * found["values"]
@@ -116,7 +121,7 @@ def train_simulated(name: str, world: int, kind: Any, probe: bool = False) -> li
                 p.grad = means[n]
         optimizer.step()
         workers.end_epoch()
-    return [value.clone() for value in model.state_dict().values()]
+    return [value.cpu().clone() for value in model.state_dict().values()]
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +193,12 @@ def test_near_is_the_codecs(cases: list[tuple[int, int]], shift: int) -> None:
 
 def _same_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["near-4096", "keep-3", "powersgd", "topk", "sign", "accordion-ulps"])
+def test_replayed_graphs_compute_what_is_computed_without(name: str) -> None:
+    """Real frames are compared on the way, where there are some."""
+    plainly = train_simulated(name, 4, StackedWorkers, probe=True, device="cuda")
+    for here, there in zip(train_simulated(name, 4, StackedWorkers, True, "cuda", graph=True), plainly):
+        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
