@@ -11,7 +11,7 @@ import torch
 
 from gradzip.collectives.blobs import Blob
 from gradzip.collectives.executor import Executor
-from gradzip.collectives.layout import Layout, Piece, parts
+from gradzip.collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks, parts
 from gradzip.collectives.terms import Exchange, How, Members
 from gradzip.errors import Unsupported
 from gradzip.routes import NAMED, Route, Step, tree
@@ -235,3 +235,14 @@ def test_parts_cover_a_stretch() -> None:
             assert cut[0][0] == 3
             assert cut[-1][1] == 3 + size
             assert all(a[1] == b[0] for a, b in itertools.pairwise(cut))
+
+
+@pytest.mark.parametrize("part", [PART, PART_ON_GPU])
+def test_where_a_tensor_is_cut_follows_from_its_size_alone(part: int) -> None:
+    size = 4 * 2_000_000
+    alone = chunks([size], 4, True, part)
+    together = [c for c in chunks([10, 40_000_000, size, 3_000], 4, True, part) if c[0].tensor == 2]
+    assert [(p.start, p.stop) for (p,) in alone] == [(p.start, p.stop) for (p,) in together]
+    assert len(alone) == 4, "enough to overlap, and parts that are not too small"
+    assert len(chunks([50 * size], 4, True, part)) == round(50 * size / (4 * part))
+    assert len(chunks([1000] * 50, 4, True, part)) == 1

@@ -31,6 +31,7 @@ Layout = tuple[Piece, ...]
 # enough that coding one chunk overlaps with sending another.
 PART = 1 << 19
 PART_ON_GPU = 1 << 21  # a call to a GPU costs more than coding a small part there
+_CHUNKS = 4  # enough for overlap: rather so many than larger ones, as long as parts do not get smaller than PART
 
 
 def numel(layout: Layout) -> int:
@@ -53,14 +54,16 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     """Tensors of these sizes as chunks that go through the pipeline one after the other.
 
     A function of its arguments alone. Small tensors share a chunk; large ones are cut where the codec treats every
-    value by itself (`cuttable`), so that the cut changes nothing.
+    value by itself (`cuttable`), so that the cut changes nothing. Where a tensor is cut follows from its size alone:
+    sums on the way have residuals, and these must fit in whatever message it travels.
     """
-    target = part * max(ranks, 1)
+    largest, smallest = part * max(ranks, 1), min(part, PART) * max(ranks, 1)
+    target = max(smallest, min(largest, sum(sizes) // _CHUNKS))
     result: list[Layout] = []
     open_chunk: list[Piece] = []
     for number, size in enumerate(sizes):
-        if cuttable and size > target:
-            count = round(size / target)
+        if cuttable and size > smallest:
+            count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
             result += [(Piece(number, a, b),) for a, b in parts(0, size, count)]
             continue
         open_chunk.append(Piece(number, 0, size))
