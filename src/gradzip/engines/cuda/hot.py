@@ -54,7 +54,7 @@ def unpack_bits(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
 def select_large(x: torch.Tensor, least: torch.Tensor, most: int) -> torch.Tensor | None:
     """The ascending indices of values whose magnitude, read as an integer, is at least `least`.
 
-    None if they are more than `most`. `least` is one integer of the values' size, on their device. Waits for the result.
+    None if they are more than `most`. `least` is one integer of the values' size, on their device. Waits.
     """
     space, on, stream = _where(x)
     stretch = max(_STRETCH, -(-x.numel() // MOST_SMALL // 256) * 256)

@@ -357,16 +357,19 @@ DEVICE void small_decode(const Args& a) {
     const u8* body = pointer<const u8>(t.body);
     const u16* index = (const u16*)(body + index_offset(t.numel, shared_book));
     u64 n_blocks = blocks_of(t.numel), first = (u64)(group - t.first_group) * BLOCKS, block = first + warp;
-    u32 fault = check_head(a, t);
+    // All that is read from memory here is under way at once.
+    u32 length = stored_length(t, first / kSegmentBlocks), before = 0;
+    BodyHead head = read_head(t);
+    for (u64 b = threadIdx.x; b < first; b += kSmallThreads) before += index[b] & 0x3fff;
+    __syncwarp();
+    u32 fault = judge_head(a, t, head);
     if (fault) {
         if (first == 0 && threadIdx.x == 0) atomicOr(pointer<u32>(a.status), fault);
         end_ticket(a);
         return;
     }
-    u32 before = 0;
-    for (u64 b = threadIdx.x; b < first; b += kSmallThreads) before += index[b] & 0x3fff;
-    __syncwarp();
-    read_lengths(t, first / kSegmentBlocks, room);
+    room.length[threadIdx.x] = (u8)length;
+    __syncthreads();
     Codes c = canonical(room);
     write_lookup(c, lookup);
     u64 at = group_sum(before, room.sums);

@@ -263,27 +263,29 @@ DEVICE void store_table(const Args& a, const Tensor& t, u64 segment, const Table
     }
 }
 
-// The code lengths that a segment was encoded with, to room.length.
-DEVICE void read_lengths(const Tensor& t, u64 segment, TableRoom& room) {
+// The length that this thread's symbol was encoded with.
+DEVICE u32 stored_length(const Tensor& t, u64 segment) {
     u32 s = threadIdx.x;
-    if (t.lengths) {
-        room.length[s] = pointer<const u8>(t.lengths)[segment * 256 + s];
-    } else {
-        u32 nibbles = pointer<const u8>(t.body)[8 + segment * 128 + s / 2];
-        room.length[s] = (u8)((nibbles >> 4 * (s & 1)) & 15);
-    }
-    __syncthreads();
+    if (t.lengths) return pointer<const u8>(t.lengths)[segment * 256 + s];
+    return (pointer<const u8>(t.body)[8 + segment * 128 + s / 2] >> 4 * (s & 1)) & 15;
 }
 
-// What is wrong with a body's head, for a decoder of this coding.
-DEVICE u32 check_head(const Args& a, const Tensor& t) {
+// The head of a body. Reading and judging it are apart, so that the memory may take its time.
+struct BodyHead {
+    u32 head, book, index_end;
+};
+
+DEVICE BodyHead read_head(const Tensor& t) {
     const u32* words = pointer<const u32>(t.body);
-    u32 head = words[0], book = words[1];
-    bool wrong = t.lengths ? (head >> 8) != 1 || book == 0 : (head >> 8) != 0 || book != 0;
-    if (wrong || (head & 255) > 2) return kBadHead;
-    if ((head & 255) != (u32)a.coding) return (u32)kOtherCoding | (head & 255) << 16;
-    bool padded = blocks_of(t.numel) % 2 && words[blocks_offset(t.numel, t.lengths != 0) / 4 - 1] >> 16;
-    return padded ? (u32)kBadIndexPadding : 0;
+    return {words[0], words[1], words[blocks_offset(t.numel, t.lengths != 0) / 4 - 1]};
+}
+
+// What is wrong with it, for a decoder of this coding.
+DEVICE u32 judge_head(const Args& a, const Tensor& t, BodyHead h) {
+    bool wrong = t.lengths ? (h.head >> 8) != 1 || h.book == 0 : (h.head >> 8) != 0 || h.book != 0;
+    if (wrong || (h.head & 255) > 2) return kBadHead;
+    if ((h.head & 255) != (u32)a.coding) return (u32)kOtherCoding | (h.head & 255) << 16;
+    return blocks_of(t.numel) % 2 && h.index_end >> 16 ? (u32)kBadIndexPadding : 0;
 }
 
 // --- Kernels -------------------------------------------------------------------------------------------------------
@@ -319,7 +321,8 @@ DEVICE void read_segment(const Args& a) {
     u64 segment = number - t.first_segment, n_blocks = blocks_of(t.numel);
     u32* status = pointer<u32>(a.status);
     if (number == 0 && s == 0) *pointer<u32>(a.ticket) = 0;
-    read_lengths(t, segment, room);
+    room.length[s] = (u8)stored_length(t, segment);
+    __syncthreads();
     Codes c = canonical(room);
     if (!c.complete && s == 0) atomicOr(status, (u32)kBadTable);
     write_lookup(c, pointer<u32>(a.codes) + number * 256);
@@ -330,5 +333,5 @@ DEVICE void read_segment(const Args& a) {
     words = group_sum(words, room.sums);
     if (s == 0) pointer<u32>(a.words)[number] = words;
     if (segment == 0 && s == 0)
-        if (u32 fault = check_head(a, t)) atomicOr(status, fault);
+        if (u32 fault = judge_head(a, t, read_head(t))) atomicOr(status, fault);
 }
