@@ -152,6 +152,25 @@ def test_many_tensors_in_one_launch(gpu: emulated.Emulator) -> None:
     assert all(same_bits(back, part) for back, part in zip(backs, parts))
 
 
+def test_numbers_of_launches_may_wrap(gpu: emulated.Emulator) -> None:
+    """Launches are told apart by an epoch of 22 bits and by a count of tickets of 32; each starts again at its end."""
+    x = gradient(9_000)
+    engine, job = engines.load("cuda"), Job("lossless")
+    expected = torch.empty(body_bound(9_000, torch.float32), dtype=torch.uint8)
+    size = reference.encode(x, job, expected)
+    space = launch.workspace(x.device, 0)
+    space.epoch = (1 << 22) - 3
+    space._counters.fill_(-4)
+    space.served = [(1 << 32) - 4] * 2
+    for _ in range(4):
+        out, back = torch.zeros_like(expected), torch.empty_like(x)
+        assert engine.encode(x, job, out) == size
+        assert torch.equal(out[:size], expected[:size])
+        engine.decode(out[:size], back)
+        assert same_bits(back, x)
+    assert space.epoch < 10 or launch.SMALL_BLOCKS == 0
+
+
 @pytest.mark.parametrize("mode", ["lossless", "near"])
 def test_a_hop_of_a_ring(gpu: emulated.Emulator, mode: str) -> None:
     """Decode, add and encode: the incoming tables code the sum."""
