@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +64,23 @@ def test_benchmark_page_follows_its_csv(bench: Path) -> None:
     import make_tables
 
     assert make_tables.PAGE.read_text() == make_tables.page(), "run python bench/make_tables.py"
+
+
+def test_the_readme_leads_with_figures_of_the_benchmarks() -> None:
+    """Bits per value, and that keep=7 has no more error than a cast to bf16."""
+    readme = (ROOT / "README.md").read_text()
+    with (ROOT / "bench/results/cpu_codec.csv").open() as file:
+        rows = {row["codec"]: row for row in reversed(list(csv.DictReader(file)))}
+    for codec in ("gcomp:keep=7", "gcomp", "gcomp:mode=lossless"):
+        (line,) = [line for line in readme.splitlines() if f"| `{codec}` | " in line and line.startswith("| ")][:1]
+        assert f"{float(rows[codec]['bits']):.1f}" in line.rpartition(f"`{codec}`")[2], line
+    for error in ("max_error", "l2_error"):
+        assert float(rows["gcomp:keep=7"][error]) <= float(rows["cast"][error])
+
+
+def test_the_picture_of_the_readme_is_that_of_a_run(bench: Path) -> None:
+    import demo_picture
+
+    result = json.loads(demo_picture.RESULT.read_text())
+    assert demo_picture.PICTURE.read_text() == demo_picture.picture(result), "run python bench/demo_picture.py"
+    assert {row["replicas"] for row in result["rows"]} == {"identical"}
