@@ -1,4 +1,8 @@
-"""Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py"""
+"""Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
+
+What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (powersgd,
+accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables.
+"""
 
 from __future__ import annotations
 
@@ -352,8 +356,13 @@ SECTIONS = (powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
 
 
 def page() -> str:
-
-    return "\n\n".join([INTRO, *(section() for section in SECTIONS)]) + "\n"
+    parts = [INTRO]
+    for section in SECTIONS:
+        parts.append(section())
+        notes = HERE / "notes" / f"{section.__name__}.md"
+        if notes.exists():
+            parts.append(notes.read_text().strip())
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
