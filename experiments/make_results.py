@@ -1,7 +1,7 @@
 """Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
 
-What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (powersgd,
-accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables.
+What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
+powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables.
 """
 
 from __future__ import annotations
