@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planning import profile
+from planning import line, profile
 
 from gradzip.errors import PlanError
 from gradzip.option import Option
@@ -200,3 +200,15 @@ def test_tables_of_the_search_experiment_are_those_of_its_results() -> None:
 
     readme = (EXPERIMENT / "README.md").read_text()
     assert run.filled(readme) == readme, "run python experiments/search/run.py tables"
+
+
+def test_plain_averaging_is_priced_as_ddp_does_it() -> None:
+    """Where NCCL carries gradients that is the plan without compression; sockets are busy for as long as cores are."""
+    measured = profile(transport="nccl")
+    case = Problem(Network(measured, Topology(4)), tensors(measured), LOSSY)
+    assert case.plain_s == pytest.approx(case.step_s(case.uniform(0)))
+    slow = tuple(replace(c, cpu=line(0.0, 20e-9)) for c in profile().collectives)
+    shared = replace(profile(), collectives=slow, cores_per_rank=0.5)
+    case = Problem(Network(shared, Topology(4)), tensors(shared), LOSSY)
+    busy = 40e-9 * shared.size_bytes
+    assert case.plain_s == pytest.approx(case.outside_s + shared.tensors[0].ready_s + busy, rel=0.02)

@@ -84,7 +84,7 @@ def offload_rows(cases: int, seed: int = 1) -> Iterator[dict[str, Any]]:
 def speed_rows() -> Iterator[dict[str, Any]]:
     for name in models.names():
         profile = models.load(name)
-        for gbit in (100, 25, 10):
+        for gbit in (100, 25, 10, 1):
             for unit, parts in (("tensor", tensors(profile)), ("bucket", buckets(profile))):
                 begin = time.process_time()
                 network = Network(profile, Topology(8, 8, gbit * 1e9))

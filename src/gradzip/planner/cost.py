@@ -53,6 +53,8 @@ class Pricing:
     def ddp(self, size_bytes: float) -> tuple[float, float]:
         """DDP's own all-reduce of a bucket: seconds that it holds the links, and until it is there after that."""
         cost = self.network.cost("ar", "flat")
+        if self.network.profile.transport != "host":
+            return cost.latency_s + cost.s_per_byte * size_bytes, 0.0
         busy = cost.cpu_s_per_byte / self.network.cores
         return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.cores)
 

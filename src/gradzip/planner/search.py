@@ -26,7 +26,7 @@ MOST_OFFLOADS = 5_000  # vectors of counts that Algorithm 2 may try
 MOST_PASSES = 20
 SIMULATED = 6  # of all options, which are all estimated: those that look best
 WORTH = 1e-4  # of the time: a unit that cannot save more is left alone
-FEW = 16  # units, as with buckets: more starts, and pairs of units changed together
+FEW = 16  # units, as with buckets: every start is followed to its end, and pairs of units are changed together
 PAIRED = 8  # choices of each unit of a pair
 THRESHOLDS = 6  # sizes at which plans may change from one choice to another, to start from
 ENOUGH = 1e-3  # of the time: a pass that saves less is the last
@@ -51,8 +51,9 @@ def search(problem: Problem, *, improving: bool = True, exact: bool = False) -> 
     paper, paper_s = plan, found
     if improving:
         starts = [(plan, found), best_threshold(problem)]
-        if len(problem.units) > FEW and not exact:
-            starts = [min(starts, key=lambda start: start[1])]
+        if len(problem.units) > FEW and not exact:  # one pass tells which start leads further
+            once = [improve(problem, *start, passes=1) for start in starts]
+            starts = [min(once, key=lambda start: start[1])]
         plan, found = min((improve(problem, *start, exact=exact) for start in starts), key=lambda end: end[1])
         plan, found = offload_exactly(problem, plan, found)
         if len(problem.units) <= FEW:
@@ -143,11 +144,13 @@ def _offload_by_group(
     return plan, found
 
 
-def improve(problem: Problem, plan: Plan, found: float, *, exact: bool = False) -> tuple[Plan, float]:
+def improve(
+    problem: Problem, plan: Plan, found: float, *, exact: bool = False, passes: int = MOST_PASSES
+) -> tuple[Plan, float]:
     """Every choice on every device for every unit, from large to small, until nothing changes."""
     tried = np.arange(len(problem.choices), dtype=np.int32)
     plan = plan.copy()
-    for _ in range(MOST_PASSES):
+    for _ in range(passes):
         before = found
         for unit in by_size(problem):
             plan, found = _decide(problem, plan, unit, tried, found, exact)
