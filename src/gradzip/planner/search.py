@@ -29,6 +29,7 @@ WORTH = 1e-4  # of the time: a unit that cannot save more is left alone
 FEW = 16  # units, as with buckets: every start is followed to its end, and pairs of units are changed together
 PAIRED = 8  # choices of each unit of a pair
 THRESHOLDS = 6  # sizes at which plans may change from one choice to another, to start from
+PATIENCE = 64  # units in a row that gain nothing
 ENOUGH = 1e-3  # of the time: a pass that saves less is the last
 
 
@@ -147,13 +148,20 @@ def _offload_by_group(
 def improve(
     problem: Problem, plan: Plan, found: float, *, exact: bool = False, passes: int = MOST_PASSES
 ) -> tuple[Plan, float]:
-    """Every choice on every device for every unit, from large to small, until nothing changes."""
+    """Every choice on every device for every unit, from large to small, until nothing changes.
+
+    A pass ends when many units in a row gained nothing: those that follow are smaller.
+    """
     tried = np.arange(len(problem.choices), dtype=np.int32)
     plan = plan.copy()
     for _ in range(passes):
-        before = found
+        before, vain = found, 0
         for unit in by_size(problem):
+            last = found
             plan, found = _decide(problem, plan, unit, tried, found, exact)
+            vain = vain + 1 if found >= last * (1 - WORTH) else 0
+            if vain == PATIENCE:
+                break
         if found >= before * (1 - (0.0 if exact else ENOUGH)):
             break
     return plan, found
