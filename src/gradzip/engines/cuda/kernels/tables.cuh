@@ -68,6 +68,14 @@ DEVICE u32 sample_block(const Args& a, const Source<F, FLOOR>& source, int n, u3
 template <class F, int CODING, int FLOOR, bool KEEP>
 DEVICE void sample_segment(const Args& a, const Tensor& t, u64 segment, TableRoom& room) {
     u32 warp = threadIdx.x >> 5;
+    // Each thread of a warp has one of the rows fetched that the warp will look at.
+    u64 row = (segment * kSegmentBlocks + warp + 8 * (lane_id() / 8)) * kBlock + 512 * (lane_id() & 7);
+    if (row < t.numel) {
+        Source<F, FLOOR> source(a, t, row);
+        prefetch(source.x);
+        if (FLOOR != kNoFloor) prefetch(FLOOR == kInt8Floor ? (const void*)source.given : source.theta);
+        if (FLOOR == kSecondFloor) prefetch(source.second);
+    }
     for (u32 s = lane_id(); s < 256; s += 32) room.histogram[warp][s] = 0;
     __syncwarp();
     for (u32 b = warp; b < (u32)kSegmentBlocks; b += 8) {
