@@ -156,14 +156,14 @@ class OnGpu(Together):
 
     def _deliver(self, bodies: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], out: torch.Tensor) -> int:
         """Frames around bodies, in the host's memory. The copies end with the stream."""
-        host, at = out.numpy(), ENTRY * len(bodies)
+        host, at = memoryview(out.numpy()), ENTRY * len(bodies)
         for number, (body, x) in enumerate(zip(bodies, xs)):
             header = wire.pack_header(self._codec.wire_id, x.dtype, x.numel(), body.numel(), False)
             size = len(header) + body.numel()
             _SIZE.pack_into(host, ENTRY * number, size)
-            host[at : at + len(header)] = memoryview(header)
+            host[at : at + len(header)] = header
             out[at + len(header) : at + size].copy_(body, non_blocking=True)
-            host[at + size : at + size + -size % ENTRY] = 0
+            host[at + size : at + size + -size % ENTRY] = bytes(-size % ENTRY)
             at += size + -size % ENTRY
         return at
 
