@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from gradzip import cli
+from gradzip.codecs import Context, parse
 from gradzip.planner import inject_folder
 from gradzip.planner.answer import Request, answer
 from gradzip.planner.choices import Limits
-from gradzip.planner.measure import Settings
+from gradzip.planner.measure import Settings, coding
 from gradzip.planner.network import Topology
 from gradzip.planner.profile import Profile
 
@@ -87,6 +90,10 @@ def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
     assert measured.codecs["powersgd"].ratio > 10
     assert {c.kind for c in measured.collectives} == {"ar", "rs", "ag", "a2a", "red", "gat", "bc"}
     assert measured.bucket_bytes == 1 << 20
+    assert all(c.cpu is not None for c in measured.collectives)
+    assert measured.cores_per_rank is not None
+    assert 0 < measured.cores_per_rank <= 1
+    assert measured.exposed_s is not None
     found = answer(Request(measured, Topology(2, 1, 1e7), Limits(lossy=True)))
     assert found.pays
 
@@ -107,6 +114,36 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     while not out.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert Profile.load(out).steps >= 10
+
+
+@pytest.mark.parametrize("text", ["gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast", "topk", "powersgd:rank=2"])
+def test_codecs_are_timed_through_the_runtime(text: str) -> None:
+    """In the mirror all ranks send the same: the mean is the gradient itself, as far as the codec keeps it."""
+    torch.manual_seed(0)
+    matrix, bias = nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(64))
+    for parameter in (matrix, bias):
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    optimizer = torch.optim.SGD([matrix, bias], lr=0.01, momentum=0.9)
+    optimizer.step()
+    gradients = [(name, p, p.grad) for name, p in (("matrix", matrix), ("bias", bias)) if p.grad is not None]
+    kept = [p.grad.clone() for p in (matrix, bias) if p.grad is not None]
+    cost = coding._cost(parse(text), gradients, optimizer, 4)
+    assert set(cost.encode) == set(cost.decode) == {"cpu"}
+    assert set(cost.ratios) == {"matrix", "bias"}
+    assert cost.ratio > (1 if text != "topk" else 5)
+    for curve in (cost.encode["cpu"], cost.decode["cpu"]):
+        assert all(size > 0 and seconds >= 0 for size, seconds in curve.points)
+        assert curve.line.at(1e6) > 0
+    assert all(torch.equal(g, before) for (_, _, g), before in zip(gradients, kept)), "gradients are left alone"
+
+
+def test_the_mirror_gives_back_what_it_is_sent() -> None:
+    stand = coding.Stand(parse("gcomp:mode=lossless"), "cpu", torch.device("cpu"), 4)
+    values = torch.randn(1000).repeat(4)
+    sent = [values.clone()]
+    stages = stand._send(sent, [Context("x", world=4)])
+    assert len(stages) == 3
+    assert torch.equal(sent[0], values)
 
 
 def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def test_hosts_of_one_rank_start_at_two() -> None:
         (["{}", "--inter", "fast"], "cannot read the rate 'fast'"),
         (["{}", "--codec", "zstd"], "was not measured"),
         (["{}", "--bucket-mb", "-1"], "number of megabytes"),
+        (["{}", "--cores-per-rank", "0"], "give a number above 0"),
         (["{}", "--what-if", "moon=1..2"], "cannot read --what-if"),
         (["{}", "--what-if", "inter=2gbit..1gbit"], "above the first"),
         (["{}", "--what-if", "hosts=4..x"], "two numbers of hosts"),

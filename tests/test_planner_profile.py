@@ -80,6 +80,10 @@ def _changed(change: Any) -> dict[str, Any]:
         (lambda d: d["collectives"][0].update(kind="arr"), "did you mean 'ar'"),
         (lambda d: d["collectives"][0].update(peers=1), "at least 2"),
         (lambda d: d["links"].update(moon={}), "links has 'moon'"),
+        (lambda d: d.update(chunk_s=-1e-3), "chunk_s is -0.001: it cannot be negative"),
+        (lambda d: d.update(cores_per_rank=0), "cores_per_rank is 0: it must be above 0"),
+        (lambda d: d["codecs"]["cast"]["encode"]["cpu"].pop("frame_s"), "frame_s is missing"),
+        (lambda d: d["collectives"][0].update(cpu={"points": [], "frame_s": 0.0}), "cpu: points is empty"),
         (lambda d: d["links"]["inter"].update(bits_per_s=-5), "cannot be negative"),
     ],
 )

@@ -69,6 +69,12 @@ def add(commands: Commands) -> None:
     parser.add_argument("--gpus-per-host", type=int, metavar="N", help="ranks on each (default: as in the profile)")
     parser.add_argument("--inter", metavar="RATE", help="of a host's network card: 25gbit (default: as in the profile)")
     parser.add_argument("--intra", metavar="RATE", help="between ranks of a host (default: as in the profile)")
+    parser.add_argument(
+        "--cores-per-rank",
+        type=float,
+        metavar="N",
+        help="that a coding thread gets (default: as in the profile; at most 1)",
+    )
     parser.add_argument("--codec", action="append", metavar="C", help="offer this codec; may be repeated")
     parser.add_argument("--lossy", action="store_true", help="offer all codecs of the profile, whatever they lose")
     parser.add_argument("--lossless", action="store_true", help="offer codecs that lose nothing only")
@@ -107,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> Request:
     shipped = args.profile in models.names() and not Path(args.profile).exists()
     profile = models.load(args.profile) if shipped else Profile.load(args.profile)
+    if args.cores_per_rank is not None:
+        if not 0 < args.cores_per_rank < math.inf:
+            raise PlanError(f"--cores-per-rank {args.cores_per_rank}: give a number above 0")
+        profile = replace(profile, cores_per_rank=min(1.0, args.cores_per_rank))
     topology = Topology(
         profile.hosts if args.hosts is None else args.hosts,
         profile.ranks_per_host if args.gpus_per_host is None else args.gpus_per_host,

@@ -6,6 +6,8 @@ off         the handle under GRADZIP=off
 ways        what each gradient goes through under a policy
 premises    what near mode takes for granted about the optimizer, watched
 metrics     what Handle.log writes
+progress    what a plan promised beside what happens
+trace       what Handle.trace writes
 report      the lines that rank 0 says
 """
 

@@ -3,8 +3,9 @@
 A unit (a tensor, or a bucket of them) becomes ready when its part of backward is done, then takes its tasks one after
 the other. The rules, which follow what the runtime does:
 
-    resources     the processor that computes (and codes on the GPU), a thread that codes on the CPU, the copy engines,
-                  and each direction of the links inside and between hosts. Each does one thing at a time.
+    resources     the processor that computes (and codes on the GPU), the core that a rank has for coding and sockets,
+                  the copy engines, and each direction of the links inside and between hosts. Each does one thing at a
+                  time.
     queues        first come, first served; who comes at the same moment is served in the order of units. A task of
                   several resources starts when it is first in the queues of all of them; one of none is a delay.
     computing     goes on when no coding waits for its processor: coding delays what is computed later.
