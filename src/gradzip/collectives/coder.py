@@ -74,6 +74,7 @@ class TensorCoder:
         self._inputs = list(self._flat)
         self._lost: list[torch.Tensor] = []  # of each tensor; where pieces are coded together it is without scale
         self._together: Together | None = None
+        self._bounds: dict[int, int] = {}  # by the number of values
 
     def for_chunk(self, taken: list[torch.Tensor]) -> TensorCoder:
         """The same, with the buffers that it takes put on a list of their own."""
@@ -144,8 +145,14 @@ class TensorCoder:
         return [flat[p.start : p.stop] for flat, p in zip(flats, layout)]
 
     def bound(self, leaf: Layout) -> int:
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return sum(_densest(self.codec).bound(p.numel, dtype) + 2 * ENTRY for p in _filled(leaf))
+        return sum(self._bound_of(piece.numel) for piece in _filled(leaf))
+
+    def _bound_of(self, numel: int) -> int:
+        known = self._bounds.get(numel)
+        if known is None:
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            known = self._bounds[numel] = _densest(self.codec).bound(numel, dtype) + 2 * ENTRY
+        return known
 
     def encode(
         self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None

@@ -44,7 +44,8 @@ class Together(ABC):
     def __init__(
         self, codec: GComp, contexts: Sequence[Context], engine: ModuleType, flat: Sequence[torch.Tensor]
     ) -> None:
-        self._codec, self._engine, self._job = codec, engine, codec._job(contexts[0])
+        self._codec, self._engine, job = codec, engine, codec._job(contexts[0])
+        self._jobs = {0: job}  # by shift
         self._floors: list[torch.Tensor | Floor | None] = [None] * len(flat)
         if codec.mode in ("near", "paper"):
             who = f"gcomp in {codec.mode} mode"
@@ -66,7 +67,9 @@ class Together(ABC):
         """The sum of parts, which are frames or the `known` of a leaf; the number of a part that is damaged."""
 
     def _job_at(self, shift: int) -> Job:
-        return self._job if shift == 0 else dataclasses.replace(self._job, shift=shift)
+        if shift not in self._jobs:
+            self._jobs[shift] = dataclasses.replace(self._jobs[0], shift=shift)
+        return self._jobs[shift]
 
     def _floors_of(self, pieces: Iterable[Piece]) -> list[torch.Tensor | Floor | None]:
         found = []
@@ -156,7 +159,7 @@ class OnGpu(Together):
 
     def _deliver(self, bodies: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], out: torch.Tensor) -> int:
         """Frames around bodies, in the host's memory. The copies end with the stream."""
-        host, at = memoryview(out.numpy()), ENTRY * len(bodies)
+        host, at = out.numpy().data, ENTRY * len(bodies)
         for number, (body, x) in enumerate(zip(bodies, xs)):
             header = wire.pack_header(self._codec.wire_id, x.dtype, x.numel(), body.numel(), False)
             size = len(header) + body.numel()
