@@ -216,3 +216,17 @@ def test_damaged_frames_name_their_part() -> None:
         with pytest.raises(native.DamagedFrames) as caught:
             native.sum_frames([xs, good, bad.clone()], job, GComp.wire_id, outs, [None, None], add=False)
         assert caught.value.part == 2
+
+
+@pytest.mark.parametrize("kind", ["reference", "native"])
+@pytest.mark.parametrize("route", ["alltoall", "ring", "rs.flat > enc.cpu > ag.flat > dec.cpu"])
+def test_what_is_not_coded_is_not_sent_again(kind: str, route: str) -> None:
+    """The same gradients in every step: with feedback the results add up to as many means, and no more."""
+    ranks, steps = Ranks("gcomp:keep=3", 1.0, FEW), 4
+    chosen = NAMED[route] if route in NAMED else Route.parse(route)
+    with engines.use(kind):
+        total = sum(torch.cat(ranks.mean(chosen, 0)[1]) for _ in range(steps))
+    alone = [[gradient(n, seed=10 * rank + i) for i, n in enumerate(FEW)] for rank in range(WORLD)]
+    mean = torch.stack([torch.cat(own) for own in alone]).mean(0)
+    assert torch.allclose(total, steps * mean, atol=2 * 2**-4 * float(mean.abs().max()), rtol=0)
+    assert float((total - steps * mean).norm() / (steps * mean).norm()) < 0.05
