@@ -241,6 +241,8 @@ _EXPECTED = {
     "step_s": "a step is expected to take {:.3f} s",
     "plain_s": "{:.3f} s without compression",
     "uncertainty": "give or take {:.0%}",
+    "exposed_s": "{:.3f} s of exchange that backward does not hide",
+    "bits_per_s": "{:.3g} bit/s while gradients are under way",
 }
 
 
