@@ -18,6 +18,7 @@ import torch
 
 import gradzip
 from gradzip import cli
+from gradzip.planner import answer
 from gradzip.report import read
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -92,7 +93,8 @@ def test_resuming_changes_no_bit(tmp_path: Path) -> None:
     assert second.split()[-1] == whole.split()[-1] != first.split()[-1]
 
 
-def test_plan_then_train(tmp_path: Path) -> None:
+def test_plan_then_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "SURE", 0.0)  # on a busy machine the planner doubts what it measured, and is right
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     codecs = ["--codec", "gcomp:keep=7"]
     script = [*TORCHRUN, str(EXAMPLES / "planned.py")]
