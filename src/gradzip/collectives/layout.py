@@ -64,7 +64,7 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     for number, size in enumerate(sizes):
         if cuttable and size > smallest:
             count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
-            result += [(Piece(number, a, b),) for a, b in parts(0, size, count)]
+            result += [(Piece(number, a, b),) for a, b in _with_short_ends(size, count)]
             continue
         open_chunk.append(Piece(number, 0, size))
         if sum(piece.numel for piece in open_chunk) >= target:
@@ -73,6 +73,12 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     if open_chunk:
         result.append(tuple(open_chunk))
     return result
+
+
+def _with_short_ends(size: int, count: int) -> list[tuple[int, int]]:
+    """About that many parts. The first and the last are half as long: while they are coded, the wire is idle."""
+    halves = parts(0, size, 2 * count)
+    return list(itertools.pairwise([0, *(a for a, _ in halves[1::2]), size]))
 
 
 def views(flat: torch.Tensor, layout: Layout, leaf: Layout) -> list[torch.Tensor]:
