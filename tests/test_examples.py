@@ -95,6 +95,7 @@ def test_resuming_changes_no_bit(tmp_path: Path) -> None:
 
 def test_plan_then_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "SURE", 0.0)  # on a busy machine the planner doubts what it measured, and is right
+    monkeypatch.setattr(answer.Answer, "crowding", 0.0)
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
     codecs = ["--codec", "gcomp:keep=7"]
     script = [*TORCHRUN, str(EXAMPLES / "planned.py")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from gradzip.planner.baselines import BF16, baselines
 from gradzip.planner.choices import Limits
 from gradzip.planner.network import Network, Topology
 from gradzip.planner.problem import Problem
+from gradzip.planner.profile import Curve, Profile
 from gradzip.planner.search import algorithm_1, algorithm_2, before_bubbles, by_size, search
+from gradzip.planner.timeline import CPU
 from gradzip.planner.units import DDP_BUCKET, DDP_FIRST_BUCKET, buckets, tensors
 
 EXPERIMENT = Path(__file__).parent.parent / "experiments/search"
@@ -118,6 +120,36 @@ def test_slow_networks_compress_and_fast_ones_do_not() -> None:
     limit = break_even(slow)
     assert limit is not None
     assert 1e8 < limit < 1e12
+
+
+def test_where_ranks_share_cores_a_plan_must_pay_without_overlap() -> None:
+    """Both machines code as fast while all ranks are at work; on one of them ranks have half a core each."""
+    alone, shared = slow_coding(16), replace(slow_coding(8), cores_per_rank=0.5)
+    found = {}
+    for rate in (1e8, 1e9, 3e9, 1e10, 3e10):
+        found[rate] = [answer(Request(p, Topology(4, 1, rate), LOSSY)) for p in (alone, shared)]
+    for apart, together in found.values():
+        assert together.step_s == pytest.approx(apart.step_s)
+        assert apart.crowding == 0
+        if together.pays:
+            assert together.plain_s > together.step_s + together.timeline.busy_s(CPU)
+    assert [together.pays for _, together in found.values()] != [apart.pays for apart, _ in found.values()]
+    assert found[1e8][1].pays
+
+
+def slow_coding(factor: float) -> Profile:
+    def slower(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+        return {
+            device: Curve(tuple((size, factor * seconds) for size, seconds in curve.points), factor * curve.frame_s)
+            for device, curve in curves.items()
+        }
+
+    whole = profile()
+    codecs = {
+        name: replace(cost, encode=slower(cost.encode), decode=slower(cost.decode))
+        for name, cost in whole.codecs.items()
+    }
+    return replace(whole, codecs=codecs)
 
 
 def test_without_a_codec_nothing_pays() -> None:

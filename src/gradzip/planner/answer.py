@@ -76,7 +76,17 @@ class Answer:
     @property
     def pays(self) -> bool:
         """Compression gains more than the prediction may be off."""
-        return self.gain > max(LEAST_GAIN, SURE * self.uncertainty)
+        return self.gain > max(LEAST_GAIN, SURE * self.uncertainty, self.crowding)
+
+    @property
+    def crowding(self) -> float:
+        """Where ranks share cores: the part of a step in which the exchange keeps this rank's share of them busy.
+
+        Threads that wait for a core overlap less than the timeline believes. A plan has to pay even if they did not
+        overlap at all (experiments/prediction).
+        """
+        shared = self.problem.network.cores < 1
+        return self.timeline.busy_s(CPU) / self.step_s if shared else 0.0
 
     def speedup_over(self, name: str) -> float | None:
         times = [b.step_s for b in self.baselines if b.name.startswith(name)]
