@@ -1,6 +1,6 @@
 """Draws docs/demo.svg, the picture in the README, from what a run of the demo printed:
 
-gradzip demo --rate 100mbit --json > bench/results/demo.json
+gradzip demo --json > bench/results/demo.json
 python bench/demo_picture.py
 """
 
