@@ -57,7 +57,7 @@ def rank_main() -> None:
             model(torch.randn(8, 256)).square().mean().backward()
         start, steps = time.monotonic(), 0
         print(json.dumps({"ready": rank}), flush=True)
-        while time.monotonic() - start < 20 and (fault != "asleep" or steps < 6):
+        while steps < 6 if fault == "asleep" else time.monotonic() - start < 20:
             if is_victim and (steps == 2 if fault == "asleep" else time.monotonic() - start > 2):
                 happen(fault)
                 said["happened"] = time.time()
