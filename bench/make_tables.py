@@ -10,7 +10,8 @@
     gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- python bench/steps.py --model gpt2 --csv steps_gpu.csv
     python bench/make_tables.py
 
-cpu_codec.csv is the first file with the native rows of the second behind it.
+cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
+behind it, the first rows of one at 100 Mbit/s (`--steps 2 --warm 1`), which was stopped; torch's PowerSGD is not in it.
 """
 
 from __future__ import annotations
