@@ -47,7 +47,9 @@ def _enter(
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        # ranks may share a GPU: NCCL refuses that only among ranks which it takes for those of one host
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         del os.environ["GRADZIP_ENGINE"]  # the right one for each device
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
