@@ -268,7 +268,7 @@ def test_fused_optimizers_that_keep_their_steps_on_the_device() -> None:
 
 
 def test_step_counts_of_a_device_come_in_one_transfer() -> None:
-    assert survey._fetch([torch.tensor(3.0), torch.tensor([5.0])]) == [3.0, 5.0]
+    assert survey.fetch([torch.tensor(3.0), torch.tensor([5.0])]) == [3.0, 5.0]
 
 
 # --- Who stays lossless ------------------------------------------------------------------------------------------

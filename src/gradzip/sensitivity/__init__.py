@@ -9,7 +9,7 @@ every rank knows it without a word on the wire.
     paper.py    reaches: GComp's Table 2
 """
 
-from .near import floors, rules
+from .near import Grids, floors, rules
 from .paper import reaches
 
-__all__ = ["floors", "reaches", "rules"]
+__all__ = ["Grids", "floors", "reaches", "rules"]

@@ -32,21 +32,22 @@ s >= W = sqrt(vmax) and |z| <= Z, so (e + s Z) / (s + e)^2 <= Z / max(W, e). Z t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch.optim import SGD, Adagrad, RMSprop
 
 from .survey import Case, warn_lossless
 
 
-@dataclass(frozen=True)
-class Bound:
-    """|theta' change| <= gain / max(sqrt(decay * second), rest) * |g change|; gain / rest where second is None."""
+class Bound(NamedTuple):
+    """|theta' change| <= gain / max(sqrt(decay * second), rest) * |g change|; gain / rest where there is no second.
+
+    It holds for all parameters of a group that have made equally many steps (`Case.likeness`).
+    """
 
     gain: float
     rest: float = 1.0
-    second: torch.Tensor | None = None
+    second: str | None = None  # the name of a tensor in the state, which is not there before the first step
     decay: float = 1.0
 
 
@@ -55,7 +56,7 @@ def bound(case: Case) -> Bound | None:
     if case.kind is SGD:
         return Bound(case.number("lr") * abs(fresh_gradient(case)))
     if case.kind is Adagrad:
-        return Bound(adagrad_lr(case), case.number("eps"), case.tensor("sum"))
+        return Bound(adagrad_lr(case), case.number("eps"), "sum")
     if case.kind is RMSprop:
         return _rmsprop(case)
     return _adam(case)
@@ -82,7 +83,7 @@ def _rmsprop(case: Case) -> Bound | None:
         warn_lossless("RMSprop with alpha above 1", "its denominator may vanish")
         return None
     # Momentum adds g / denominator to its buffer with weight 1: the fresh gradient's part is the same.
-    return Bound(case.number("lr"), case.number("eps"), case.tensor("square_avg"), case.number("alpha"))
+    return Bound(case.number("lr"), case.number("eps"), "square_avg", case.number("alpha"))
 
 
 def _adam(case: Case) -> Bound | None:
@@ -93,10 +94,10 @@ def _adam(case: Case) -> Bound | None:
     root2 = math.sqrt(1 - b2 ** (case.steps + 1))
     rest = case.number("eps") * root2
     if case.group["amsgrad"]:
-        second, decay = case.tensor("max_exp_avg_sq"), 1.0
+        second, decay = "max_exp_avg_sq", 1.0
         factor = (1 + math.sqrt(1 + pull * pull)) / 2
     else:
-        second, decay = case.tensor("exp_avg_sq"), b2
+        second, decay = "exp_avg_sq", b2
         factor = growth(pull)
     if rest > 0:
         # Squares of tiny gradients underflow in v, but not in m: k may exceed K by that much (at most 2^-124 per step

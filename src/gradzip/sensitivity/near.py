@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from ..engines.layout import EXACT, Floor
 from ..errors import Unsupported
 from .bounds import Bound, bound
-from .survey import Case, survey, warn_lossless
+from .survey import Case, Read, fetch, survey, warn_lossless
 
 _ULP = -150  # E(theta) - 150 is the exponent of theta's last place
 
@@ -40,15 +42,77 @@ def rules(optimizer: Optimizer, ulps: float = 1, scale: float = 1.0) -> dict[tor
     order of the parameter's memory, as those of a DDP bucket do: that is not row-major for channels_last parameters.
     With a learning rate of 0 everything is lossless: the gradient then matters for the state alone.
     """
-    if not (ulps > 0 and math.isfinite(ulps)):
-        raise Unsupported(f"ulps={ulps}: a parameter may move by a positive, finite number of ulps")
-    if not (scale > 0 and math.isfinite(scale)):
-        raise Unsupported(f"scale={scale}: pass the positive, finite factor that the loss was multiplied by")
-    result: dict[torch.Tensor, Floor | None] = {}
-    for parameter, case in survey(optimizer):
-        found = None if case is None else bound(case)
-        result[parameter] = None if case is None or found is None else _floor(case, found, ulps * scale)
-    return result
+    return Grids(optimizer).rules(ulps, scale)
+
+
+class Grids:
+    """`rules` for one step after the other. What is the same as in the last one is the same object."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[torch.Tensor, tuple[object, Floor]] = {}
+
+    def rules(
+        self,
+        ulps: float = 1,
+        scale: float = 1.0,
+        wanted: Collection[torch.Tensor] | None = None,
+        read: Read = fetch,
+    ) -> dict[torch.Tensor, Floor | None]:
+        """For all parameters, or for those wanted; `read` fetches the step counts."""
+        if not (ulps > 0 and math.isfinite(ulps)):
+            raise Unsupported(f"ulps={ulps}: a parameter may move by a positive, finite number of ulps")
+        if not (scale > 0 and math.isfinite(scale)):
+            raise Unsupported(f"scale={scale}: pass the positive, finite factor that the loss was multiplied by")
+        result: dict[torch.Tensor, Floor | None] = {}
+        shared: dict[tuple[object, ...], _Constants | None] = {}  # a handful for hundreds of parameters
+        for parameter, case in survey(self._optimizer, wanted, read):
+            if case is None:
+                result[parameter] = None
+                continue
+            alike = case.likeness
+            if alike not in shared:
+                found = bound(case)
+                shared[alike] = None if found is None else _constants(found, ulps * scale)
+            constants = shared[alike]
+            result[parameter] = None if constants is None else self._floor(case, constants)
+        return result
+
+    def _floor(self, case: Case, constants: _Constants) -> Floor | None:
+        theta = case.parameter
+        second = None if constants.second is None else case.tensor(constants.second)
+        if second is None:
+            numbers = constants.without
+        elif second.dtype != torch.float32:
+            warn_lossless(f"{case.kind.__name__} with state of {second.dtype}", "grids come from float32 state")
+            return None
+        elif constants.given is None:
+            name = f"{case.kind.__name__} with eps={case.number('eps'):g}"
+            warn_lossless(name, "a second moment of 0 makes its step (nearly) unbounded")
+            return None
+        else:
+            numbers = constants.given
+        # A view keeps its memory from being used for anything else: the same address is the same memory.
+        key = (numbers, theta.data_ptr(), theta.stride(), None if second is None else second.data_ptr())
+        known = self._known.get(theta)
+        if known is not None and known[0] == key:
+            return known[1]
+        order = memory_order(theta)
+        floor = Floor(_flat(theta, order), None if second is None else _flat(second, order), *numbers)
+        if all(
+            a is None or b is None or a.data_ptr() == b.data_ptr()
+            for a, b in ((theta, floor.theta), (second, floor.second))
+        ):
+            self._known[theta] = key, floor
+        return floor
+
+
+class _Constants(NamedTuple):
+    """c0, c1 and c2 of a Floor."""
+
+    without: tuple[int, int, int]  # where there is no second moment, or none yet
+    given: tuple[int, int, int] | None  # None: then the gradient stays lossless
+    second: str | None
 
 
 def floors(optimizer: Optimizer, ulps: float = 1, scale: float = 1.0) -> dict[torch.Tensor, torch.Tensor]:
@@ -61,26 +125,18 @@ def floors(optimizer: Optimizer, ulps: float = 1, scale: float = 1.0) -> dict[to
     return {p: _shaped(p, rule) for p, rule in rules(optimizer, ulps, scale).items()}
 
 
-def _floor(case: Case, bound: Bound, allowance: float) -> Floor | None:
+def _constants(bound: Bound, allowance: float) -> _Constants | None:
     if not 0 < bound.gain < math.inf:
         return None
-    order = memory_order(case.parameter)
-    theta = _flat(case.parameter, order)
     room = math.log2(allowance) - math.log2(bound.gain)
     rest = math.log2(max(bound.rest, sys.float_info.min))
+    without = math.floor(room + rest) + _ULP, 0, 0
     if bound.second is None or bound.decay == 0:
-        return Floor(theta, None, math.floor(room + rest) + _ULP)
-    if bound.second.dtype != torch.float32:
-        warn_lossless(f"{case.kind.__name__} with state of {bound.second.dtype}", "grids come from float32 state")
-        return None
+        return _Constants(without, None, None)
     c1 = math.floor(2 * room + math.log2(bound.decay) - 127)
     c2 = math.floor(2 * room + 2 * rest)
-    if c2 < c1:
-        # Exponent field 0 stands for a second moment of nothing: then eps alone has to hold, and c2 must win.
-        name = f"{case.kind.__name__} with eps={case.number('eps'):g}"
-        warn_lossless(name, "a second moment of 0 makes its step (nearly) unbounded")
-        return None
-    return Floor(theta, _flat(bound.second, order), _ULP, c1, c2)
+    # Exponent field 0 stands for a second moment of nothing: then eps alone has to hold, and c2 must win.
+    return _Constants(without, (_ULP, c1, c2) if c2 >= c1 else None, bound.second)
 
 
 def memory_order(p: torch.Tensor) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -18,8 +17,7 @@ KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, RMSprop, Adam, AdamW)
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One parameter about to be stepped."""
 
     parameter: torch.Tensor
@@ -28,6 +26,11 @@ class Case:
     defaults: Mapping[str, Any]  # those that the optimizer was made with
     state: Mapping[str, Any]  # empty before the first step
     steps: float  # updates made so far
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """Equal for parameters of one survey that are stepped by the same formula with the same numbers."""
+        return id(self.group), self.steps, self.state.get("momentum_buffer") is None
 
     def number(self, name: str) -> float:
         """A hyper-parameter."""
@@ -53,23 +56,46 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def survey(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Case | None]]:
-    """Each parameter with its Case, or with None where nothing can be said and a warning was given."""
+Read = Callable[[Sequence[torch.Tensor]], list[float]]  # fetches numbers of one element each
+
+
+def fetch(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """One transfer for each device that they are on."""
+    by_device: dict[torch.device, list[int]] = {}
+    for i, number in enumerate(numbers):
+        by_device.setdefault(number.device, []).append(i)
+    result = [0.0] * len(numbers)
+    for places in by_device.values():
+        for i, value in zip(places, torch.stack([numbers[i].detach().reshape(()) for i in places]).tolist()):
+            result[i] = float(value)
+    return result
+
+
+def survey(
+    optimizer: Optimizer, wanted: Collection[torch.Tensor] | None = None, read: Read = fetch
+) -> Iterator[tuple[torch.Tensor, Case | None]]:
+    """Each parameter, or each one wanted, with its Case, or with None where nothing can be said and a warning was
+    given. `read` fetches step counts."""
     optimizer = unwrap(optimizer)
     kind = type(optimizer)
+    groups = [
+        (group, group["params"] if wanted is None else [p for p in group["params"] if p in wanted])
+        for group in optimizer.param_groups
+    ]
     if kind not in KNOWN:
         names = ", ".join(known.__name__ for known in KNOWN)
         warn_lossless(f"the optimizer {kind.__module__}.{kind.__qualname__}", f"only {names} are known")
-        for group in optimizer.param_groups:
-            yield from ((p, None) for p in group["params"])
+        for _, parameters in groups:
+            yield from ((p, None) for p in parameters)
         return
     defaults = _numbers(optimizer.defaults)
-    steps = _steps(optimizer)
-    for group in optimizer.param_groups:
+    state = optimizer.state
+    steps = _steps({p: state[p]["step"] for _, ps in groups for p in ps if p in state and "step" in state[p]}, read)
+    for group, parameters in groups:
         numbers = _numbers({k: v for k, v in group.items() if k != "params"})
-        for p in group["params"]:
+        for p in parameters:
             if _is_plain(p):
-                yield p, Case(p, kind, numbers, defaults, optimizer.state.get(p, {}), steps.get(p, 0.0))
+                yield p, Case(p, kind, numbers, defaults, state.get(p, {}), steps.get(p, 0.0))
             else:
                 yield p, None
 
@@ -111,26 +137,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _steps(optimizer: Optimizer) -> dict[torch.Tensor, float]:
-    """The step count of every parameter that has one; one transfer where fused optimizers keep them on a device."""
-    found = {p: state["step"] for p, state in optimizer.state.items() if "step" in state}
-    steps = {p: float(step) for p, step in found.items() if not _on_device(step)}
-    away = {p: step for p, step in found.items() if _on_device(step)}
-    steps.update(zip(away, _fetch(away.values())))
-    return steps
-
-
-def _on_device(step: Any) -> bool:
-    return isinstance(step, torch.Tensor) and step.device.type != "cpu"
-
-
-def _fetch(values: Iterable[torch.Tensor]) -> list[float]:
-    by_device: dict[torch.device, list[int]] = {}
-    tensors = list(values)
-    for i, value in enumerate(tensors):
-        by_device.setdefault(value.device, []).append(i)
-    result = [0.0] * len(tensors)
-    for places in by_device.values():
-        for i, number in zip(places, torch.stack([tensors[i].reshape(()) for i in places]).tolist()):
-            result[i] = float(number)
-    return result
+def _steps(found: Mapping[torch.Tensor, Any], read: Read) -> dict[torch.Tensor, float]:
+    """Step counts as numbers; torch's optimizers keep them in tensors, fused ones on the device."""
+    steps = {p: float(step) for p, step in found.items() if not isinstance(step, torch.Tensor)}
+    tensors = {p: step for p, step in found.items() if isinstance(step, torch.Tensor)}
+    return steps | dict(zip(tensors, read(list(tensors.values()))))
