@@ -82,19 +82,26 @@ class Bytes:
         padding = torch.zeros(-4 * values.numel() % 8, dtype=torch.uint8)
         return Blob(torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8), padding]))
 
-    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
-        (piece,), (out,) = leaf, outs
-        for number, blob in enumerate(blobs):
-            if blob.values is not None:
-                (values,) = blob.values
-            else:
-                assert blob.data[:24].clone().view(torch.int64).tolist() == [piece.start, piece.numel, how.shift]
-                values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
-            out.add_(values) if add or number else out.copy_(values)
+    def decode(
+        self,
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
+        how: How,
+        outs: Sequence[Sequence[torch.Tensor]],
+        add: bool,
+    ) -> None:
+        for (piece,), (out,), *blobs in zip(leaves, outs, *contributions):
+            for number, blob in enumerate(blobs):
+                if blob.values is not None:
+                    (values,) = blob.values
+                else:
+                    assert blob.data[:24].clone().view(torch.int64).tolist() == [piece.start, piece.numel, how.shift]
+                    values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
+                out.add_(values) if add or number else out.copy_(values)
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         total = values[0].clone()
-        self.decode(leaf, [blob], how, [total], add=True)
+        self.decode([leaf], [[blob]], how, [[total]], add=True)
         return self._encode(leaf, total, how)
 
 

@@ -155,8 +155,8 @@ def test_a_damaged_leaf_names_rank_and_tensor(engine: str, place: int) -> None:
         damaged[place] ^= 0x55
         out = torch.zeros(5000)
         with pytest.raises(PeerError, match="rank 1 sent 'w' damaged"):
-            coder.decode(layout, [blob, blob._replace(data=damaged, source=1, values=None)], how, [out], False)
-        coder.decode(layout, [blob], how, [out], False)
+            coder.decode([layout], [[blob], [blob._replace(data=damaged, source=1, values=None)]], how, [[out]], False)
+        coder.decode([layout], [[blob]], how, [[out]], False)
     assert same_bits(out, x)
 
 

@@ -17,6 +17,7 @@ rank's coded data to all. The executor runs these lists and the planner times th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Route:
             return NAMED[text]
         if ">" not in text and "." not in text:
             raise Unsupported(f"unknown route {text!r}{nearest(text, NAMED)}; there are {', '.join(NAMED)}, or steps")
-        return cls(tuple(Step.parse(part) for part in text.split(">")))
+        return _named(text)
 
     @property
     def compresses(self) -> bool:
@@ -96,6 +97,7 @@ class Route:
         return Route(tuple(Step(s.kind, device) if s.kind in CODING else s for s in self.steps))
 
 
+@functools.lru_cache(maxsize=1 << 13)  # every message asks, and the tree has 4341
 def _check(steps: tuple[Step, ...]) -> tuple[bool, ...]:
     """Every list that passes leaves all ranks with the sum over all of them. Tells which steps are second ones."""
     coded = False
@@ -207,6 +209,7 @@ def tree(devices: tuple[str, ...] = DEVICES) -> list[Route]:
     return [Route(steps) for steps in _Tree(devices).start()]
 
 
+@functools.lru_cache(maxsize=1 << 13)
 def _named(text: str) -> Route:
     return Route(tuple(Step.parse(part) for part in text.split(">")))
 

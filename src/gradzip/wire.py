@@ -1,15 +1,15 @@
 """The frame around every payload (docs/format.md, "Frame"): the only file that knows its offsets.
 
-    offset  size  field
-    0       2     magic "GZ"
-    2       1     format version
-    3       1     codec id
-    4       1     dtype code
-    5       1     flags: bit 0 = a checksum follows the header; the rest are reserved, zero
-    6       2     reserved, zero
-    8       8     numel
-    16      8     body bytes
-    24      8     checksum, if flag bit 0 is set
+offset  size  field
+0       2     magic "GZ"
+2       1     format version
+3       1     codec id
+4       1     dtype code
+5       1     flags: bit 0 = a checksum follows the header; the rest are reserved, zero
+6       2     reserved, zero
+8       8     numel
+16      8     body bytes
+24      8     checksum, if flag bit 0 is set
 """
 
 from __future__ import annotations
@@ -88,9 +88,13 @@ def read_header(payload: torch.Tensor) -> Header:
         raise Unsupported(f"a payload is a 1-D uint8 tensor, not {payload.dim()}-D {payload.dtype}")
     if not payload.is_contiguous():
         raise Unsupported("a payload's bytes lie one behind the other: call .contiguous() first")
-    if payload.numel() < HEADER_BYTES:
-        raise Truncated(f"the payload has {payload.numel()} bytes; a frame header alone has {HEADER_BYTES}")
-    head = payload[: HEADER_BYTES + CHECKSUM_BYTES].cpu().numpy().tobytes()
+    return parse_header(payload[: HEADER_BYTES + CHECKSUM_BYTES].cpu().numpy().tobytes(), payload.numel())
+
+
+def parse_header(head: bytes | memoryview, size: int) -> Header:
+    """The same, of a frame of `size` bytes that begins with `head`: as much of it as a header can have."""
+    if size < HEADER_BYTES:
+        raise Truncated(f"the payload has {size} bytes; a frame header alone has {HEADER_BYTES}")
     magic, version, codec_id, code, flags, reserved, numel, body_bytes = _HEADER.unpack_from(head)
     if magic != MAGIC:
         raise Corrupt(f"not a gradzip frame: it starts with {magic!r}, not {MAGIC!r}")
@@ -105,14 +109,14 @@ def read_header(payload: torch.Tensor) -> Header:
         raise Corrupt(f"the frame header claims {numel} elements")
     stored = None
     if flags & FLAG_CHECKSUM:
-        if payload.numel() < HEADER_BYTES + CHECKSUM_BYTES:
+        if size < HEADER_BYTES + CHECKSUM_BYTES:
             raise Truncated("the payload ends inside the frame header")
         stored = struct.unpack_from("<Q", head, HEADER_BYTES)[0]
     header = Header(codec_id, _DTYPES[code], numel, body_bytes, stored)
-    if payload.numel() < header.frame_bytes:
-        raise Truncated(f"the payload has {payload.numel()} bytes, its header says {header.frame_bytes}")
-    if payload.numel() > header.frame_bytes:
-        raise Corrupt(f"{payload.numel() - header.frame_bytes} bytes follow the end of the frame")
+    if size < header.frame_bytes:
+        raise Truncated(f"the payload has {size} bytes, its header says {header.frame_bytes}")
+    if size > header.frame_bytes:
+        raise Corrupt(f"{size - header.frame_bytes} bytes follow the end of the frame")
     return header
 
 

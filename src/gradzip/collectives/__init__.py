@@ -6,6 +6,7 @@ executor    runs any route of routes.py on a chunk; says what is to be exchanged
 coder       codes stretches: frames, floors, error feedback
 together    codes many of them in one call of an engine
 message     gradients that travel together, and the jobs they become
+elsewhere   plain averaging on the model's own process group
 pipeline    threads that code one chunk while others are on the wire
 gloo        bytes from rank to rank
 health      heartbeats and last words
@@ -16,6 +17,7 @@ watch       when data is under way, and what happens meanwhile
 
 from .channel import Channel, open_channel
 from .coder import flatten, unflatten
+from .elsewhere import Elsewhere
 from .message import Message, Outcome, average_plainly, route_of, single, submit
 from .pipeline import Job
 from .terms import AllReduce, Exchange, Parts, Steps
@@ -24,6 +26,7 @@ from .topology import Topology
 __all__ = [
     "AllReduce",
     "Channel",
+    "Elsewhere",
     "Exchange",
     "Job",
     "Message",

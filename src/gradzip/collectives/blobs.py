@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from ..errors import PeerError
 
+_NUMBER = struct.Struct("<q")
 HEAD_ROOM = 40  # the table of a single blob
 
 
@@ -25,12 +27,16 @@ def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor
     blobs = [blob.data for contribution in contributions for blob in contribution]
     width = len(contributions[0]) if contributions else 0
     table = [len(contributions), width, len(numbers), *numbers, *(blob.numel() for blob in blobs)]
-    head = torch.tensor([len(table), *table]).view(torch.uint8)
+    packed = struct.pack(f"<{1 + len(table)}q", len(table), *table)
+    if len(blobs) == 1 and len(packed) == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
+        if whole.device.type == "cpu":
+            whole.numpy()[:HEAD_ROOM].data[:] = packed
+        else:
+            whole[:HEAD_ROOM] = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(whole.device)
+        return whole
+    head = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     places = {blob.device for blob in blobs}  # routes may code on the CPU and on a GPU
     home = places.pop() if len(places) == 1 else head.device
-    if len(blobs) == 1 and head.numel() == HEAD_ROOM and (whole := contributions[0][0].with_room) is not None:
-        whole[:HEAD_ROOM] = head.to(home)
-        return whole
     return torch.cat([head.to(home), *(blob.to(home) for blob in blobs)])
 
 
@@ -41,11 +47,12 @@ def unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
 def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
     """What `pack` was given; PeerError if the table does not fit the payload."""
     room = payload.numel()
-    length = int(payload[:8].view(torch.int64)) if room >= 8 else -1
-    at = 8 * (length + 1)
+    host = payload.cpu().numpy().data
+    (length,) = _NUMBER.unpack_from(host) if room >= _NUMBER.size else (-1,)
+    at = _NUMBER.size * (length + 1)
     if length < 3 or at > room:
         raise _damaged(source, f"its table has {length} entries in {room} bytes")
-    count, width, extra, *rest = payload[8:at].view(torch.int64).tolist()
+    count, width, extra, *rest = struct.unpack_from(f"<{length}q", host, _NUMBER.size)
     numbers, sizes = rest[:extra], rest[extra:]
     if min(count, width, extra) < 0 or extra > len(rest) or count * width != len(sizes):
         raise _damaged(source, f"its table has {len(rest) - extra} sizes for {count} x {width} blobs")

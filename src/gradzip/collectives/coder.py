@@ -29,7 +29,7 @@ from .blobs import HEAD_ROOM, Blob
 from .buffers import Buffers
 from .layout import Layout, Piece
 from .terms import How
-from .together import ENTRY, Leaf, Together, coding_together
+from .together import ENTRY, Damage, Leaf, Sum, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -125,7 +125,7 @@ class TensorCoder:
 
     def finite(self, layout: Layout) -> bool:
         """Whether the means are; they are the same bits on all ranks, and not finite if one rank's values were not."""
-        return all(finite(self._flat[p.tensor][p.start : p.stop]) for p in layout)
+        return all_finite([self._flat[p.tensor][p.start : p.stop] for p in layout])
 
     # -- for the executor ---------------------------------------------------------------------------------------
 
@@ -172,17 +172,25 @@ class TensorCoder:
                 self._encode_piece(piece, x.to(device), how, writer)
         return writer.blob()._replace(values=known)
 
-    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+    def decode(
+        self,
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
+        how: How,
+        outs: Sequence[Sequence[torch.Tensor]],
+        add: bool,
+    ) -> None:
         if self._together is not None and self._device(how) == self.home:
-            self._decode_together(self._together, leaf, blobs, how, outs, add)
+            self._decode_together(self._together, leaves, contributions, how, outs, add)
             return
-        for number, blob in enumerate(blobs):
+        for number, contribution in enumerate(contributions):
             adds = add or number > 0
-            if blob.values is None:
-                self._decode_pieces(leaf, blob, how, outs, adds)
-                continue
-            for out, x in zip(outs, blob.values):
-                out.add_(x.to(out.device)) if adds else out.copy_(x)
+            for leaf, blob, into in zip(leaves, contribution, outs):
+                if blob.values is None:
+                    self._decode_pieces(leaf, blob, how, into, adds)
+                    continue
+                for out, x in zip(into, blob.values):
+                    out.add_(x.to(out.device)) if adds else out.copy_(x)
 
     def _decode_pieces(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
         place = self._device(how)
@@ -201,7 +209,7 @@ class TensorCoder:
         first = values[0]
         if not (isinstance(self.codec, GComp) and first.dtype == torch.float32 and self._fuses(first, how)):
             total = [wide(x).clone() for x in values]
-            self.decode(leaf, [blob], how, total, add=True)
+            self.decode([leaf], [[blob]], how, [total], add=True)
             return self.encode([leaf], [total], how)[0]
         writer = self._writer(leaf, first.device)
         for piece, frame, local in zip(_filled(leaf), self._frames(leaf, blob.data), _filled_values(values)):
@@ -250,6 +258,7 @@ class TensorCoder:
             xs = [x.contiguous() for x in _filled_values(parts)]
             room = self._room(layout, torch.device("cpu")) if number != stays else torch.empty(0, dtype=torch.uint8)
             leaf = Leaf(_filled(layout), xs, room[HEAD_ROOM:] if number != stays and xs else None)
+            leaf.comes_back = stays is None or number == stays
             if self._feeds_back:
                 leaf.lost = self._room_for_lost(leaf, how, unit)
             coded.append(leaf)
@@ -266,24 +275,38 @@ class TensorCoder:
     def _decode_together(
         self,
         together: Together,
-        leaf: Layout,
-        blobs: Sequence[Blob],
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
         how: How,
-        outs: Sequence[torch.Tensor],
+        outs: Sequence[Sequence[torch.Tensor]],
         add: bool,
     ) -> None:
-        pieces, outs = _filled(leaf), _filled_values(outs)
-        if not pieces:
-            return
-        dense = [out.contiguous() for out in outs]
-        parts = [blob.data if blob.values is None else blob.values for blob in blobs]
-        damaged = together.add_up(pieces, parts, how.shift, dense, add)
-        if damaged is not None:
-            self._decode_pieces(leaf, blobs[damaged], how, dense, add)  # which says what is wrong
-            raise Corrupt(f"{self.contexts[pieces[0].tensor].name!r}: a frame that exchanges do not make")
-        for out, result in zip(outs, dense):
-            if result is not out:
-                out.copy_(result)
+        sums, scattered = [], []
+        for leaf, into, *blobs in zip(leaves, outs, *contributions):
+            if pieces := _filled(leaf):
+                filled = _filled_values(into)
+                dense = [out.contiguous() for out in filled]
+                scattered += [(out, x) for out, x in zip(filled, dense) if x is not out]
+                sums.append(Sum(pieces, [blob.data if blob.values is None else blob.values for blob in blobs], dense))
+        damage = together.add_up(sums, how.shift, add) if sums else None
+        if damage is not None:
+            self._explain(damage, leaves, contributions, how, sums, add)
+        for out, x in scattered:
+            out.copy_(x)
+
+    def _explain(
+        self,
+        damage: Damage,
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
+        how: How,
+        sums: Sequence[Sum],
+        add: bool,
+    ) -> None:
+        """Raises what is wrong with a frame, by decoding it once more as others would."""
+        number, leaf = [(i, leaf) for i, leaf in enumerate(leaves) if _filled(leaf)][damage.leaf]
+        self._decode_pieces(leaf, contributions[damage.part][number], how, sums[damage.leaf].outs, add)
+        raise Corrupt(f"{self.contexts[leaf[0].tensor].name!r}: a frame that exchanges do not make")
 
     def _room_for_lost(self, leaf: Leaf, how: How, unit: float) -> list[torch.Tensor]:
         """Where what is lost of a leaf goes. Sums get what was lost of them before, in place."""
@@ -455,6 +478,14 @@ def _moved(floor: torch.Tensor | Floor, device: torch.device) -> torch.Tensor | 
 def finite(x: torch.Tensor) -> bool:
     """A sum is NaN or infinite if one of its terms is, and takes a quarter of the time of looking at each."""
     return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
+
+
+def all_finite(xs: Sequence[torch.Tensor]) -> bool:
+    """The same of several tensors, which a GPU is asked about but once."""
+    if len(xs) == 1 or xs[0].device.type == "cpu":
+        return all(map(finite, xs))
+    norms = torch.stack(torch._foreach_norm([x for x in xs if x.numel()], 1, torch.float32))
+    return bool(norms.isfinite().all()) or all(map(finite, xs))
 
 
 def _filled(leaf: Layout) -> list[Piece]:

@@ -170,10 +170,12 @@ class Executor:
         if targets is None:
             dtype = torch.promote_types(self._coder.dtype, torch.float32)
             total = self._coder.scratch(numel(held.layout), dtype)
+        if targets is None:
+            outs = [views(total, held.layout, leaf) for leaf in coded.leaves]
+        else:
+            outs = [subviews(targets, held.layout, leaf) for leaf in coded.leaves]
         with span("decode"):
-            for leaf, *blobs in zip(coded.leaves, *coded.contributions):
-                outs = views(total, held.layout, leaf) if targets is None else subviews(targets, held.layout, leaf)
-                self._coder.decode(leaf, blobs, how, outs, add=False)
+            self._coder.decode(coded.leaves, coded.contributions, how, outs, add=False)
         held.coded, held.mean = None, how.mean
         if targets is None:
             held.values, held.own_memory = total, True
@@ -357,7 +359,7 @@ class Executor:
                     blob = self._coder.hop(leaf, arrived, values, how)
                 else:
                     total = wide(joined(values)).clone()
-                    self._coder.decode(leaf, [arrived], how, views(total, leaf, leaf), add=True)
+                    self._coder.decode([leaf], [[arrived]], how, [views(total, leaf, leaf)], add=True)
             held.encodes += 1
         held.layout, held.values = leaves[mine], total
         held.summed *= group.size

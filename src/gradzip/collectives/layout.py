@@ -30,8 +30,10 @@ Layout = tuple[Piece, ...]
 # Values that each rank of a group gets of one chunk. Large enough that code tables and latency do not show, small
 # enough that coding one chunk overlaps with sending another.
 PART = 1 << 19
-PART_ON_GPU = 1 << 21  # a call to a GPU costs more than coding a small part there
-_CHUNKS = 4  # enough for overlap: rather so many than larger ones, as long as parts do not get smaller than PART
+# A chunk costs the host of a GPU about a millisecond, whatever its size, and coding it hardly anything: there whole
+# buckets overlap with each other, and a tensor is cut only where it would be a message by itself.
+PART_ON_GPU = 1 << 21
+_CHUNKS = 4  # of such a tensor: enough for overlap
 
 
 def numel(layout: Layout) -> int:
@@ -58,16 +60,16 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     sums on the way have residuals, and these must fit in whatever message it travels.
     """
     largest, smallest = part * max(ranks, 1), min(part, PART) * max(ranks, 1)
-    target = max(smallest, min(largest, sum(sizes) // _CHUNKS))
+    uncut = smallest if part <= PART else 2 * smallest
     result: list[Layout] = []
     open_chunk: list[Piece] = []
     for number, size in enumerate(sizes):
-        if cuttable and size > smallest:
+        if cuttable and size > uncut:
             count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
             result += [(Piece(number, a, b),) for a, b in _with_short_ends(size, count)]
             continue
         open_chunk.append(Piece(number, 0, size))
-        if sum(piece.numel for piece in open_chunk) >= target:
+        if sum(piece.numel for piece in open_chunk) >= largest:
             result.append(tuple(open_chunk))
             open_chunk = []
     if open_chunk:

@@ -14,6 +14,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -52,13 +53,22 @@ class Message:
 
     def describe(self) -> str:
         """What all ranks must agree on."""
-        layout = [f"{ctx.name}{tuple(t.shape)}{t.dtype}" for ctx, t in zip(self.contexts, self.tensors)]
         first = self.contexts[0]
-        digest = hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
+        digest = _digest(tuple(ctx.name for ctx in self.contexts), tuple(t.shape for t in self.tensors), self.dtype)
         return (
-            f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(layout) - 1} more "
+            f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(self.tensors) - 1} more "
             f"(layout {digest}; {self.policy})"
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+
+@lru_cache(maxsize=4096)  # the messages of a step are cut alike in the next
+def _digest(names: tuple[str, ...], shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> str:
+    layout = [f"{name}{tuple(shape)}{dtype}" for name, shape in zip(names, shapes)]
+    return hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
 
 
 @dataclass
@@ -348,7 +358,14 @@ class _Plain:
     ) -> list[Blob]:
         raise AssertionError("plain values are not coded")
 
-    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
+    def decode(
+        self,
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
+        how: How,
+        outs: Sequence[Sequence[torch.Tensor]],
+        add: bool,
+    ) -> None:
         raise AssertionError("plain values are not coded")
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:

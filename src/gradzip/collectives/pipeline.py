@@ -108,8 +108,11 @@ class Pipeline:
 
     # -- for users ----------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Takes a job; all ranks submit the same ones in the same order."""
+    def submit(self, job: Job, elsewhere: bool = False) -> None:
+        """Takes a job; all ranks submit the same ones in the same order.
+
+        One that is done `elsewhere` is compared with the other ranks' and fails with the rest; `end` ends it.
+        """
         with self._changed:
             error = self.error
             if error is None:
@@ -123,9 +126,14 @@ class Pipeline:
                     job.agreement.number = self._agreements
                     self._agreements += 1
                     self._agree.put(job.agreement)
-                self._code[0].put((job, None))
+                if not elsewhere:
+                    self._code[0].put((job, None))
         if error is not None:
             job.done(job, error)
+
+    def end(self, job: Job) -> None:
+        """A job that was done elsewhere is through."""
+        self._finish(job, None)
 
     def drain(self, patience: float | None = None) -> None:
         """Returns when all jobs submitted so far are done, or after that many seconds."""

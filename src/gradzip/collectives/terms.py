@@ -83,8 +83,15 @@ class Coder(Protocol):
         """Codes the values of each piece of each leaf. Only this rank will decode leaf number `stays`."""
         ...
 
-    def decode(self, leaf: Layout, blobs: Sequence[Blob], how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
-        """The sum of blobs of the same leaf, in their order; added to what is there if `add`."""
+    def decode(
+        self,
+        leaves: Sequence[Layout],
+        contributions: Sequence[Sequence[Blob]],
+        how: How,
+        outs: Sequence[Sequence[torch.Tensor]],
+        add: bool,
+    ) -> None:
+        """The sum of contributions, in their order; added to what is there if `add`. Each has a blob for every leaf."""
         ...
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from ..errors import CodecError, Corrupt
 from .layout import Piece
 
 ENTRY = 8  # bytes per size in the table before the frames, and what frames are padded to
-_SIZE = struct.Struct("<Q")
+_LONGEST_HEADER = wire.body_offset(True)
 
 
 @dataclass
@@ -35,7 +36,21 @@ class Leaf:
     out: torch.Tensor | None  # bytes in the host's memory; None: nobody else will decode it
     lost: Sequence[torch.Tensor] | None = None  # where what is lost goes, divided by `unit`
     size: int = 0  # bytes written
+    comes_back: bool = True  # this rank will add it up as well
     known: Sequence[torch.Tensor] | None = None  # to be handed to `add_up` in the place of the frames
+
+
+class Sum(NamedTuple):
+    """A leaf that is added up from contributions; each of these is frames, or the `known` of a leaf."""
+
+    pieces: Sequence[Piece]
+    parts: Sequence[torch.Tensor | Sequence[torch.Tensor]]
+    outs: Sequence[torch.Tensor]
+
+
+class Damage(NamedTuple):
+    leaf: int  # its number among the sums
+    part: int
 
 
 class Together(ABC):
@@ -56,15 +71,8 @@ class Together(ABC):
         """Fills in what the leaves leave open."""
 
     @abstractmethod
-    def add_up(
-        self,
-        pieces: Sequence[Piece],
-        parts: Sequence[torch.Tensor | Sequence[torch.Tensor]],
-        shift: int,
-        outs: Sequence[torch.Tensor],
-        add: bool,
-    ) -> int | None:
-        """The sum of parts, which are frames or the `known` of a leaf; the number of a part that is damaged."""
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
+        """Forms sums, of the same number of parts each; says what is damaged."""
 
     def _job_at(self, shift: int) -> Job:
         if shift not in self._jobs:
@@ -106,19 +114,14 @@ class Native(Together):
             elif leaf.lost is not None:
                 self._engine.note_lost(leaf.xs, job, floors, leaf.lost, unit)
 
-    def add_up(
-        self,
-        pieces: Sequence[Piece],
-        parts: Sequence[torch.Tensor | Sequence[torch.Tensor]],
-        shift: int,
-        outs: Sequence[torch.Tensor],
-        add: bool,
-    ) -> int | None:
-        job, floors = self._job_at(shift), self._floors_of(pieces)
-        try:
-            self._engine.sum_frames(parts, job, self._codec.wire_id, outs, floors, add, self._book(pieces, job))
-        except self._engine.DamagedFrames as damage:
-            return int(damage.part)
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
+        job = self._job_at(shift)
+        for number, (pieces, parts, outs) in enumerate(sums):
+            floors, book = self._floors_of(pieces), self._book(pieces, job)
+            try:
+                self._engine.sum_frames(parts, job, self._codec.wire_id, outs, floors, add, book)
+            except self._engine.DamagedFrames as damage:
+                return Damage(number, int(damage.part))
         return None
 
     def _book(self, pieces: Sequence[Piece], job: Job) -> torch.Tensor | None:
@@ -135,6 +138,7 @@ class OnGpu(Together):
         for leaf in leaves:
             leaf.known = leaf.xs if self._codec.lossless else None
         to_code = [leaf for leaf in leaves if leaf.out is not None or leaf.known is None]
+        to_code.sort(key=self._is_decoded)
         pieces = [piece for leaf in to_code for piece in leaf.pieces]
         xs = [x for leaf in to_code for x in leaf.xs]
         if not pieces:
@@ -151,23 +155,33 @@ class OnGpu(Together):
             start = own.stop
             if leaf.out is not None:
                 leaf.size = self._deliver(bodies[own], leaf.xs, leaf.out)
-        if not self._codec.lossless:
-            known = torch.empty(sum(x.numel() for x in xs), device=memory.device)
-            decoded = list(known.split_with_sizes([x.numel() for x in xs]))
-            self._engine.decode_many(bodies, decoded, floors, shift, False, given)
-            self._note(to_code, decoded, unit)
+        decoded = [leaf for leaf in to_code if self._is_decoded(leaf)]  # the last of them
+        if decoded:
+            last = slice(len(xs) - sum(len(leaf.xs) for leaf in decoded), None)
+            counts = [x.numel() for x in xs[last]]
+            values = list(torch.empty(sum(counts), device=memory.device).split_with_sizes(counts))
+            lengths = None if given is None else given[last]
+            self._engine.decode_many(bodies[last], values, floors[last], shift, False, lengths)
+            self._note(decoded, values, unit)
+
+    def _is_decoded(self, leaf: Leaf) -> bool:
+        """Whether this rank has to know what others will decode."""
+        return leaf.known is None and (leaf.comes_back or leaf.lost is not None)
 
     def _deliver(self, bodies: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], out: torch.Tensor) -> int:
         """Frames around bodies, in the host's memory. The copies end with the stream."""
-        host, at = out.numpy().data, ENTRY * len(bodies)
-        for number, (body, x) in enumerate(zip(bodies, xs)):
-            header = wire.pack_header(self._codec.wire_id, x.dtype, x.numel(), body.numel(), False)
-            size = len(header) + body.numel()
-            _SIZE.pack_into(host, ENTRY * number, size)
-            host[at : at + len(header)] = header
-            out[at + len(header) : at + size].copy_(body, non_blocking=True)
-            host[at + size : at + size + -size % ENTRY] = bytes(-size % ENTRY)
-            at += size + -size % ENTRY
+        host, at, sizes = out.numpy().data, ENTRY * len(bodies), []
+        for body, x in zip(bodies, xs):
+            count = body.numel()
+            header = wire.pack_header(self._codec.wire_id, x.dtype, x.numel(), count, False)
+            start, size = at + len(header), len(header) + count
+            padding = -size % ENTRY
+            host[at:start] = header
+            out[start : start + count].copy_(body, non_blocking=True)
+            host[start + count : start + count + padding] = bytes(padding)
+            at += size + padding
+            sizes.append(size)
+        struct.pack_into(f"<{len(sizes)}Q", host, 0, *sizes)
         return at
 
     def _note(self, leaves: Sequence[Leaf], decoded: Sequence[torch.Tensor], unit: float) -> None:
@@ -181,49 +195,70 @@ class OnGpu(Together):
                 if unit != 1:
                     lost.div_(unit)
 
-    def add_up(
-        self,
-        pieces: Sequence[Piece],
-        parts: Sequence[torch.Tensor | Sequence[torch.Tensor]],
-        shift: int,
-        outs: Sequence[torch.Tensor],
-        add: bool,
-    ) -> int | None:
-        floors = self._floors_of(pieces)
-        for number, part in enumerate(parts):
-            adds = add or number > 0
-            if not isinstance(part, torch.Tensor):
-                for out, x in zip(outs, part):
-                    out.add_(x) if adds else out.copy_(x)
-                continue
-            try:
-                bodies, book = self._bodies(part, outs)
-                given = self._books(pieces, book, outs[0].device)
-                self._engine.decode_many(bodies, outs, floors, shift, adds, given)
-            except CodecError:
-                return number
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
+        if not add and self._at_once(sums, shift):
+            return None
+        for number, (pieces, parts, outs) in enumerate(sums):
+            floors = self._floors_of(pieces)
+            for place, part in enumerate(parts):
+                adds = add or place > 0
+                if not isinstance(part, torch.Tensor):
+                    for out, x in zip(outs, part):
+                        out.add_(x) if adds else out.copy_(x)
+                    continue
+                try:
+                    bodies, book = self._bodies(part, outs)
+                    given = self._books(pieces, book, outs[0].device)
+                    self._engine.decode_many(bodies, outs, floors, shift, adds, given)
+                except CodecError:
+                    return Damage(number, place)
         return None
+
+    def _at_once(self, sums: Sequence[Sum], shift: int) -> bool:
+        """All sums with one wait for the GPU; False if something is wrong with them."""
+        terms: list[list[torch.Tensor | None]] = [[] for _ in sums[0].parts]  # bodies of all pieces of all leaves
+        plain: list[list[torch.Tensor | None]] = [[] for _ in sums[0].parts]
+        used = set[int]()
+        try:
+            for _, parts, outs in sums:
+                for bodies_of_all, plain_of_all, part in zip(terms, plain, parts):
+                    if isinstance(part, torch.Tensor):
+                        bodies, book = self._bodies(part, outs)
+                        used.add(book)
+                        bodies_of_all += bodies
+                        plain_of_all += [None] * len(outs)
+                    else:
+                        bodies_of_all += [None] * len(outs)
+                        plain_of_all += part
+            pieces = [piece for leaf in sums for piece in leaf.pieces]
+            outs = [out for leaf in sums for out in leaf.outs]
+            if len(used) > 1:
+                return False
+            given = self._books(pieces, used.pop(), outs[0].device) if used else None
+            return bool(self._engine.sum_many(terms, plain, outs, self._floors_of(pieces), shift, given))
+        except CodecError:
+            return False
 
     def _bodies(self, blob: torch.Tensor, outs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         """Finds the bodies while they are in the host's memory, then brings them all to the GPU; and their book."""
-        at, found, used = ENTRY * len(outs), list[slice](), set[int]()
-        if blob.numel() < at:
+        at, end, found, used = ENTRY * len(outs), blob.numel(), list[tuple[int, int]](), set[bytes]()
+        if end < at:
             raise Corrupt("no table")
-        sizes = blob[:at].view(torch.int64).tolist()
-        for size, out in zip(sizes, outs):
-            if size < 0 or at + size > blob.numel():
+        host = blob.numpy().data
+        for size, out in zip(struct.unpack_from(f"<{len(outs)}Q", host), outs):
+            if at + size > end:
                 raise Corrupt("a frame that is not there")
-            header = wire.read_header(blob[at : at + size])
+            header = wire.parse_header(host[at : at + _LONGEST_HEADER], size)
             if (header.codec_id, header.dtype, header.numel) != (self._codec.wire_id, out.dtype, out.numel()):
                 raise Corrupt("a frame of something else")
-            body = slice(at + header.body_offset, at + size)
-            used.add(int.from_bytes(bytes(blob[body][4:8].tolist()), "little"))
-            found.append(body)
+            start = at + header.body_offset
+            used.add(bytes(host[start + 4 : start + 8]))
+            found.append((start, at + size))
             at += size + -size % ENTRY
-        if at != blob.numel() or len(used) > 1:
+        if at != end or len(used) > 1:
             raise Corrupt("frames of different books, or bytes behind the last")
-        there = torch.empty(blob.numel(), dtype=torch.uint8, device=outs[0].device).copy_(blob, non_blocking=True)
-        return [there[body] for body in found], used.pop()
+        there = torch.empty(end, dtype=torch.uint8, device=outs[0].device).copy_(blob, non_blocking=True)
+        return [there[start:stop] for start, stop in found], int.from_bytes(used.pop(), "little")
 
     def _books(self, pieces: Sequence[Piece], book: int, device: torch.device) -> list[torch.Tensor] | None:
         return [books.lengths(book, piece.numel).to(device) for piece in pieces] if book else None

@@ -31,6 +31,7 @@ class Watch:
         self._wire_s = 0.0
         self._moments: list[Moment] | None = None
         self._names: dict[int, str] = {}
+        self._elsewhere = 0
 
     def saw(self, kind: str, stage: int, number: int) -> None:
         if self._also is not None:
@@ -52,6 +53,24 @@ class Watch:
                 self._note(f"coding, stage {stage}", number, begun, now)
             if what:
                 self._names[number] = what
+
+    def began_elsewhere(self, what: str) -> Callable[[], None]:
+        """Data is under way that no job carries, until what is returned here is called."""
+        now = time.perf_counter()
+        with self._lock:
+            self._elsewhere -= 1
+            number = self._elsewhere
+            if not self._under_way:
+                self._since = now
+            self._under_way[number] = 0, now
+            if self._moments is not None:
+                self._names[number] = what
+
+        def ended() -> None:
+            with self._lock:
+                self._arrived(number, time.perf_counter())
+
+        return ended
 
     def wire_seconds(self) -> float:
         """In which at least one exchange was under way, so far."""
@@ -79,4 +98,5 @@ class Watch:
 
     def _note(self, track: str, number: int, begun: float, now: float) -> None:
         if self._moments is not None:
-            self._moments.append(Moment(track, f"job {number}: {self._names.get(number, '')}", begun, now))
+            name = self._names.get(number, "")
+            self._moments.append(Moment(track, f"job {number}: {name}" if number >= 0 else name, begun, now))

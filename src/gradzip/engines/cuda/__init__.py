@@ -28,6 +28,7 @@ from ..layout import (
 from . import launch
 from .launch import Part, batches, count_symbols, prepare
 from .tables import code_lengths as code_lengths  # part of the engine's interface
+from .workspace import Prepared
 
 NAME = "cuda"
 
@@ -127,6 +128,37 @@ def decode_many(
     ]
     for batch in batches([part for part in parts if part.values.numel()]):
         _decode_batch(batch, shift)
+
+
+def sum_many(
+    terms: Sequence[Sequence[torch.Tensor | None]],
+    plain: Sequence[Sequence[torch.Tensor | None]],
+    outs: Sequence[torch.Tensor],
+    floors: Sequence[FloorLike] | None = None,
+    shift: int = 0,
+    books: Sequence[torch.Tensor | None] | None = None,
+) -> bool:
+    """Writes sums, added up in the order of terms, with one wait for all of them.
+
+    For each out, a term has a body, or there are values in its place in `plain`. False if a body proved to be corrupt,
+    or of another coding than expected: then the outs hold nothing of use, and `decode` of each tells what is wrong.
+    """
+    run: Prepared | None = None
+    floors, books = floors or [None] * len(outs), books or [None] * len(outs)
+    for number, (bodies, values) in enumerate(zip(terms, plain)):
+        known = [(out, x) for out, x in zip(outs, values) if x is not None]
+        if known:
+            into, xs = [out for out, _ in known], [x for _, x in known]
+            torch._foreach_add_(into, xs) if number else torch._foreach_copy_(into, xs)
+        parts = [
+            _readable(body, out, floor, book, out if number else None)
+            for body, out, floor, book in zip(bodies, outs, floors, books)
+            if body is not None
+        ]
+        for batch in batches([part for part in parts if part.values.numel()]):
+            run = prepare(batch, FIXED if batch[0].floor is None else NEAR, _shifted(shift), encodes=False)
+            run.run()
+    return run is None or run.finish()[1] == 0  # the faults of all launches gather in one word
 
 
 def decode_add_encode(

@@ -1,0 +1,65 @@
+"""Plain averaging as DDP does it by itself: on the model's own process group, in the order of buckets.
+
+No thread or connection of gradzip's has a part in it; the channel only compares, once a step, that all ranks do so, and
+counts what is sent. Errors of a peer that is gone are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from .channel import Channel
+from .message import Outcome
+from .pipeline import Agreement, Job
+from .terms import Steps
+
+
+class Elsewhere:
+    """One step of it. `failed` is called if ranks disagree or one has failed."""
+
+    def __init__(
+        self, what: str, group: dist.ProcessGroup, channel: Channel, failed: Callable[[BaseException], None]
+    ) -> None:
+        def ended(job: Job, error: BaseException | None) -> None:
+            if error is not None:
+                failed(error)
+
+        self._group, self._channel = group, channel
+        self._job = Job(Agreement(what), _nothing(), ended)
+        channel.pipeline.submit(self._job, elsewhere=True)
+
+    def average(self, buffer: torch.Tensor, done: Callable[[Outcome], None]) -> torch.futures.Future[torch.Tensor]:
+        """Divided first, then one sum of torch's. `done` is called when data has come, or at once on a GPU.
+
+        There nobody waits on the host: the future is of the device, as NCCL's are.
+        """
+        size, world, groups = buffer.numel() * buffer.itemsize, self._channel.world, self._channel.groups
+        sent = 2 * (world - 1) * size // world
+        out = sent // (groups["intra"].size if "intra" in groups else 1)  # one rank of a host passes it on
+        arrived = self._channel.watch.began_elsewhere(f"plain averaging of {size} bytes")
+
+        def ended(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            arrived()
+            outcome = Outcome(bytes_sent=sent, bytes_out=out, collectives=1)
+            try:
+                return future.value()[0]
+            except Exception as error:
+                outcome.error = self._channel.error or error
+                raise
+            finally:
+                done(outcome)
+
+        work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
+        averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
+        return averaged
+
+    def end(self) -> None:
+        """All buckets are through."""
+        self._channel.pipeline.end(self._job)
+
+
+def _nothing() -> Steps:
+    yield from ()
