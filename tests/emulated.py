@@ -32,7 +32,7 @@ class Emulator:
 
         return launch
 
-    def load(self, kernel: str, threads: int, shared: int) -> int:
+    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
         self._functions[kernel] = ctypes.CDLL(str(_compiled(kernel))).entry
         return 2  # so that small inputs make a group take more than one turn
 

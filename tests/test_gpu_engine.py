@@ -26,10 +26,12 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[emulated.Emulator]:
     """The cuda engine, on CPU tensors: its kernels for small messages, and those for large ones."""
     if emulated.COMPILER is None:
         pytest.skip("emulating a GPU needs g++")
-    usual = launch.SMALL_BLOCKS
-    launch.SMALL_BLOCKS = usual if request.param == "small" else 0
+    usual = launch.SMALL_BLOCKS, launch.SMALL_DECODED_BLOCKS
+    if request.param == "large":
+        launch.SMALL_BLOCKS = launch.SMALL_DECODED_BLOCKS = 0
     yield emulated.install()
-    launch.emulator, launch.SMALL_BLOCKS = None, usual
+    launch.emulator = None
+    launch.SMALL_BLOCKS, launch.SMALL_DECODED_BLOCKS = usual
 
 
 def floors(numel: int, kind: str) -> torch.Tensor | Floor:
@@ -168,7 +170,7 @@ def test_numbers_of_launches_may_wrap(gpu: emulated.Emulator) -> None:
         assert torch.equal(out[:size], expected[:size])
         engine.decode(out[:size], back)
         assert same_bits(back, x)
-    assert space.epoch < 10 or launch.SMALL_BLOCKS == 0
+    assert space.epoch < 10
 
 
 @pytest.mark.parametrize("mode", ["lossless", "near"])
@@ -244,6 +246,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """The kernels for small messages, and those for large ones."""
     if request.param == "large":
         monkeypatch.setattr(launch, "SMALL_BLOCKS", 0)
+        monkeypatch.setattr(launch, "SMALL_DECODED_BLOCKS", 0)
     launch._workspaces.clear()
 
 

@@ -23,7 +23,18 @@ from ...errors import EngineError
 KERNELS = Path(__file__).parent / "kernels"
 # One source, in this order: later files use what earlier ones define.
 FILES = (
-    *("common", "values", "tables", "lanes", "encode_fixed", "encode_lanes", "decode_rows", "decode", "small"),
+    *(
+        "common",
+        "values",
+        "tables",
+        "lanes",
+        "encode_fixed",
+        "encode_lanes",
+        "decode_rows",
+        "decode",
+        "small",
+        "small_decode",
+    ),
     *("packing", "select"),  # for other codecs
 )
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -41,8 +52,8 @@ def _entry(kernel: str) -> str:
     return f"gradzip_{kernel.partition('<')[0]}"
 
 
-def _text(kernel: str, threads: int) -> str:
-    bounds = f'extern "C" __global__ void __launch_bounds__({threads})'
+def _text(kernel: str, threads: int, least: int) -> str:
+    bounds = f'extern "C" __global__ void __launch_bounds__({threads}, {least})'
     return f"{source()}\n{bounds} {_entry(kernel)}(const __grid_constant__ Args a) {{ {kernel}(a); }}\n"
 
 
@@ -93,9 +104,9 @@ def _compile(text: str, architecture: str) -> bytes:
     return binary.raw
 
 
-def _binary(kernel: str, threads: int, architecture: str) -> bytes:
+def _binary(kernel: str, threads: int, least: int, architecture: str) -> bytes:
     """A compiled kernel, from the cache folder where it is there."""
-    text = _text(kernel, threads)
+    text = _text(kernel, threads, least)
     key = hashlib.sha256(f"{text}{_OPTIONS}{architecture}{torch.version.cuda}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradzip" / "kernels"
     path = folder / f"{key}.cubin"
@@ -170,10 +181,13 @@ class Device:
         if current.value != self._context.value:
             _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
-    def load(self, kernel: str, threads: int, shared: int) -> int:
-        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
+    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
+
+        The compiler sees to it that registers suffice for `least` groups per multiprocessor.
+        """
         self._enter()
-        binary = _binary(kernel, threads, self._architecture)
+        binary = _binary(kernel, threads, least, self._architecture)
         module, function, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         _check(_cuda().cuModuleLoadData(ctypes.byref(module), binary), f"loading {kernel}")
         _check(

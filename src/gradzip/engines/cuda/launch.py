@@ -13,18 +13,22 @@ import torch
 
 from ...errors import Unsupported
 from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, segments_of
-from . import driver
-from .workspace import DONE, MOST_SMALL, MOST_TENSORS, Prepared, Workspace
+from . import driver, wait
+from .workspace import MOST_SMALL, MOST_TENSORS, Prepared, Workspace
 
 WARPS = 4  # blocks that a group of threads codes together
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
 LANE_ROOM = 256 * 4 + 2048  # bytes of shared memory of encode_lanes
-SMALL_BLOCKS = 2048  # up to so many blocks a group of threads works on each
+LANE_GROUPS = 32  # of encode_lanes per multiprocessor, as many as it takes
+SMALL_BLOCKS = 512  # up to so many blocks a group of threads encodes each
+SMALL_DECODED_BLOCKS = 4096  # up to so many blocks such a group decodes several...
+SMALL_DECODED = 4  # ...these
+SMALL_DECODERS = 3  # such groups per multiprocessor, for 25 MiB at once
 SMALL_THREADS = 256
-SMALL_DECODED = 2  # blocks that such a group decodes
+FIXED_CELLS = 2 * BLOCK + BLOCK // 16  # bytes of shared memory per block of small_decode: exponents, bits, counts
+LANE_CELLS = 4 * BLOCK
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_PREPARED = 512  # launches that are kept for the next time
-POLLS = 2000  # looks at a word in host memory, about 0.1 us each, before the driver is asked to wait
 CODE_STRIDE = 260
 SLOT_BYTES = 32768
 TABLE_THREADS = 256
@@ -49,8 +53,11 @@ class Launcher(Protocol):
         """What launches a kernel that has been loaded; `arguments` are copied whenever it is called."""
         ...
 
-    def load(self, kernel: str, threads: int, shared: int) -> int:
-        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once."""
+    def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
+        """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
+
+        The compiler sees to it that registers suffice for `least` groups per multiprocessor.
+        """
         ...
 
     def warps(self, shared: int) -> int:
@@ -175,7 +182,7 @@ def _encode_kernel(
 ) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
-        return _Kernel(name, 1, on.load(name, 32, LANE_ROOM))
+        return _Kernel(name, 1, on.load(name, 32, LANE_ROOM, LANE_GROUPS))
     halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
@@ -206,7 +213,7 @@ def _small_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, kee
 @cache
 def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, adds: bool) -> str:
     name = f"small_decode<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(adds).lower()}, {SMALL_DECODED}>"
-    on.load(name, SMALL_THREADS, 0)
+    on.load(name, SMALL_THREADS, SMALL_DECODED * (FIXED_CELLS if coding == FIXED else LANE_CELLS), SMALL_DECODERS)
     return name
 
 
@@ -219,7 +226,8 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prep
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
-        small = sum(blocks_of(part.values.numel()) for part in parts) <= min(SMALL_BLOCKS, MOST_SMALL)
+        most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS
+        small = sum(blocks_of(part.values.numel()) for part in parts) <= most
         known = (SmallLaunch if small else Launch)(parts, coding, job, encodes, on, stream, space)
         if len(space.prepared) >= MOST_PREPARED:
             space.prepared.clear()
@@ -263,8 +271,7 @@ class Launch:
     ) -> None:
         first = parts[0]
         dtype = first.values.dtype
-        self._launcher, self._stream, self._space = on, stream, space
-        self._count = len(parts)
+        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(parts)
         floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
         if encodes:
             keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
@@ -287,10 +294,10 @@ class Launch:
         progress = slots + 4 * CODE_STRIDE * segments
         words = progress + 8 * groups
         memory = self._space.memory(words + 4 * segments)
-        ticket, status, result = self._space.addresses
+        ticket, status, told = self._space.addresses
         book = job.book - (job.book >> 31 << 32)  # signed
         head = _ARGS.pack(
-            memory + slots, memory + progress, ticket, memory, status, result, memory + words, 0,
+            memory + slots, memory + progress, ticket, memory, status, told, memory + words, 0,
             self._count, groups, segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
@@ -308,16 +315,14 @@ class Launch:
     def run(self) -> None:
         """Code tables, then blocks."""
         self._make_tables()
+        _LAUNCH.pack_into(self._arguments, _LAUNCH_AT, self._space.next_epoch(), 0)
         self._code_blocks()
 
     def finish(self) -> tuple[list[int], int]:
-        """Waits for the stream; the sizes of the encoded bodies, and the status word, which is cleared."""
-        self._launcher.wait(self._stream)
-        result = self._space.result
-        status = result[MOST_TENSORS]
-        if status:
-            self._space.status.zero_()
-        return result[: self._count], status
+        """Waits for the kernels; the sizes of the encoded bodies, and the status word, which is cleared."""
+        if self._encodes:
+            return wait.for_sizes(self._on, self._stream, self._space, self._count)
+        return [], wait.for_status(self._on, self._stream, self._space)
 
 
 class SmallLaunch:
@@ -355,10 +360,10 @@ class SmallLaunch:
         self._groups = groups
         memory = self._space.memory(groups * together * SLOT_BYTES if coding != FIXED else 0)
         progress, counters = self._space.small_addresses
-        _, status, result = self._space.addresses
+        _, status, told = self._space.addresses
         book = job.book - (job.book >> 31 << 32)  # signed
         head = _ARGS.pack(
-            0, progress, counters + 8 * self._encodes, memory, status, result, 0, 0,
+            0, progress, counters + 8 * self._encodes, memory, status, told, 0, 0,
             self._count, groups, segments, coding, book, job.shift, job.limit, 1,
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
@@ -374,12 +379,9 @@ class SmallLaunch:
 
     def finish(self) -> tuple[list[int], int]:
         """Waits for the kernel; the sizes of the encoded bodies, and the status word, which is cleared."""
-        await_epoch(self._on, self._stream, self._space)
-        result = self._space.result
-        status = result[MOST_TENSORS]
-        if status:
-            self._space.status.zero_()
-        return result[: self._count], status
+        if self._encodes:
+            return wait.for_sizes(self._on, self._stream, self._space, self._count)
+        return [], wait.for_status(self._on, self._stream, self._space)
 
 
 # --- Kernels of one tensor that are not GComp ----------------------------------------------------------------------
@@ -395,9 +397,9 @@ def describe(
 ) -> ctypes.Array[ctypes.c_char]:
     """Arguments of a kernel that works on one tensor; what the numbers mean is up to it."""
     progress, counters = space.small_addresses
-    _, status, result = space.addresses
+    _, status, told = space.addresses
     head = _ARGS.pack(
-        0, progress, counters + 8, 0, status, result, 0, 0, 1, groups, 0, 0, 0, 0, limit, 1, keep, 0, 0, 0, 0, 0, 0, 0
+        0, progress, counters + 8, 0, status, told, 0, 0, 1, groups, 0, 0, 0, 0, limit, 1, keep, 0, 0, 0, 0, 0, 0, 0
     )
     return ctypes.create_string_buffer(head + _pack(part, 0, 0), _ARGS_BYTES)
 
@@ -410,18 +412,5 @@ def run_ordered(
     _LAUNCH.pack_into(arguments, _LAUNCH_AT, space.next_epoch(), space.served[1])
     on.bind(kernel, arguments, groups, SMALL_THREADS, stream)()
     space.served[1] = (space.served[1] + groups) & 0xFFFFFFFF
-    await_epoch(on, stream, space)
-    return space.result[0]
-
-
-def await_epoch(on: Launcher, stream: int, space: Workspace) -> None:
-    """Waits for the kernel launched last, one of those of kernels/small.cuh.
-
-    Its last group of threads says in host memory that it is done. Looking there is quicker than asking the driver, but
-    only for as long as a small kernel takes.
-    """
-    result, epoch = space.result, space.epoch
-    for _ in range(POLLS):
-        if result[DONE] == epoch:
-            return
-    on.wait(stream)
+    (found,), _ = wait.for_sizes(on, stream, space, 1)
+    return found

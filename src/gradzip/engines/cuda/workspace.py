@@ -8,9 +8,8 @@ from typing import Protocol
 import torch
 
 MOST_TENSORS = 16  # per launch
-DONE = MOST_TENSORS + 1  # where a result says which launch is done; before it is the status word
 MOST_SMALL = 8192  # blocks that a small launch may have
-_EPOCHS = 1 << 22  # small launches that the announcements of block lengths tell apart
+_EPOCHS = 1 << 22  # launches that kernels, and the host, tell apart
 
 
 class Prepared(Protocol):
@@ -32,10 +31,10 @@ class Workspace:
         self._memory = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        # Kernels write sizes, status and the number of the launch that is done straight into host memory.
-        self._result = torch.zeros(MOST_TENSORS + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.result = (ctypes.c_int64 * (MOST_TENSORS + 2)).from_address(self._result.data_ptr())
-        self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._result.data_ptr()
+        # Kernels write sizes, and decoders their status, straight into host memory; each with the number of the launch.
+        self._told = torch.zeros(MOST_TENSORS + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.told = (ctypes.c_int64 * (MOST_TENSORS + 1)).from_address(self._told.data_ptr())
+        self.addresses = self._ticket.data_ptr(), self.status.data_ptr(), self._told.data_ptr()
         # What kernels for small messages leave behind, so that nothing need be cleared: they tell launches by number.
         self._counters = torch.zeros(4, dtype=torch.int32, device=device)
         self._progress = torch.zeros(MOST_SMALL, dtype=torch.int64, device=device)
@@ -44,10 +43,11 @@ class Workspace:
         self.served = [0, 0]  # tickets, by decoders and by encoders
 
     def next_epoch(self) -> int:
-        """The number of a small launch."""
+        """The number of a launch."""
         self.epoch += 1
         if self.epoch >= _EPOCHS:
             self._progress.zero_()
+            self._told.zero_()
             self.epoch = 1
         return self.epoch
 

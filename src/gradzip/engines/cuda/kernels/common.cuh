@@ -69,7 +69,7 @@ struct Args {
     u64 ticket;     // u32; small.cuh: u32[2], those that were taken and those that are done
     u64 slots;      // kSlotBytes per warp
     u64 status;     // u32
-    u64 sizes;      // u64 per tensor, then the status: host memory
+    u64 told;       // what the host is told, in its memory: u64 per tensor, and one of the decoder
     u64 words;      // u32 per segment: the words that its blocks take
     u64 counts;     // int32[segments][256]: histograms wanted, and nothing else; 0: not
     int tensors;
@@ -77,11 +77,25 @@ struct Args {
     int segments, coding, book, shift, limit;
     int small;      // whether all input fits into the L2 cache, so that blocks may be fetched as a whole
     int keep, cut, up, odd, mask;
-    u32 epoch;      // for the kernels of small.cuh: which launch this is, and...
-    u32 served;     // ...how many tickets earlier launches took
+    u32 epoch;      // which launch this is
+    u32 served;     // for the kernels of small.cuh: how many tickets earlier launches took
     u32 padding;
     Tensor tensor[kMaxTensors];
 };
+
+// --- What the host is told -----------------------------------------------------------------------------------------
+// Words that carry the launch's number, so that the host sees when they are there. It looks at them while kernels still
+// run: what it starts next on this stream waits for them anyway.
+
+constexpr u32 kSizeBits = 40;  // then a bit that tells of a status, then the epoch
+
+DEVICE void tell_size(const Args& a, int tensor, u64 size) {
+    u64 flawed = *(volatile u32*)a.status != 0;
+    ((volatile u64*)a.told)[tensor] = (u64)a.epoch << (kSizeBits + 1) | flawed << kSizeBits | size;
+}
+DEVICE void tell_status(const Args& a) {
+    ((volatile u64*)a.told)[kMaxTensors] = (u64)a.epoch << 32 | *(volatile u32*)a.status;
+}
 
 // --- Warps ---------------------------------------------------------------------------------------------------------
 
@@ -200,6 +214,9 @@ DEVICE u64 blocks_of(u64 numel) { return (numel + kBlock - 1) / kBlock; }
 DEVICE u64 segments_of(u64 numel) { return (numel + kBlock * kSegmentBlocks - 1) / (kBlock * kSegmentBlocks); }
 DEVICE u64 index_offset(u64 numel, bool book) { return 8 + (book ? 0 : 128 * segments_of(numel)); }
 DEVICE u64 blocks_offset(u64 numel, bool book) { return index_offset(numel, book) + (2 * blocks_of(numel) + 3) / 4 * 4; }
+
+// In the block that begins with value `start`.
+DEVICE int values_in(const Tensor& t, u64 start) { return (int)(t.numel - start < kBlock ? t.numel - start : kBlock); }
 
 // In a loop that waits for another warp.
 DEVICE void let_others_run() {

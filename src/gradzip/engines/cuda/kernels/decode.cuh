@@ -1,9 +1,9 @@
 // The decoder: one warp decodes one block. Payloads are not trusted: every read is held to the block it belongs to, and
 // what contradicts docs/format.md is or-ed into a status word that the host reads at the end.
 
-template <class F, int CODING, int FLOOR, bool ADD>
-DEVICE u32 decode_dense(const Args& a, const Tensor& t, u64 start, int n, const u32* block, u32 words, const u32* lookup,
-                        u32* table, u8* window, u32* room) {
+// `rows` says what becomes of the values, see DirectRows.
+template <class F, int CODING, class Rows>
+DEVICE u32 decode_dense(int n, const u32* block, u32 words, const u32* lookup, u32* table, u8* window, const Rows& rows) {
     if (words < 17) return kShortDense;
     u32 head = uniform(block[0]);
     DenseHead h = {head & 3, (head >> 2) & 7, (head >> 5) & 1, (head >> 6) & 1, (head >> 7) & 1, (head >> 8) & 255,
@@ -17,22 +17,7 @@ DEVICE u32 decode_dense(const Args& a, const Tensor& t, u64 start, int n, const 
     if (any(state < 256)) return kBadLanes;
     make_lookup<F>(lookup, h.base, h.single, table);
     Stream s(block, window, (int)lowest, (int)end, state);
-    Sink<F, ADD> sink(t, start);
-    u32 seen = 0, fields = 0;
-    if constexpr (CODING == kFixed) {
-        bool plain = n == kBlock && h.fields == (u32)kBlock && h.rest == 0;
-        if (plain && h.whole == 1) {
-            bool zeros = plain_rows<F, ADD, 1>(s, table, room, sink, seen);
-            fields = h.pruned && zeros ? kAll : h.fields;  // a value with exponent 0 would have no field
-        } else if (plain && h.whole == 3 && F::kItem == 4) {
-            bool zeros = plain_rows<F, ADD, F::kItem == 4 ? 3 : 1>(s, table, room, sink, seen);
-            fields = h.pruned && zeros ? kAll : h.fields;
-        } else {
-            fields = fixed_rows<F, ADD>(s, table, sink, n, h, seen);
-        }
-    } else {
-        fields = lane_rows<CODING, FLOOR, ADD>(Source<Float32, FLOOR>(a, t, start), s, table, sink, n, seen);
-    }
+    u32 seen = 0, fields = rows.dense(s, table, h, seen);
     if (any(!s.sound() || (seen & kImpossible) || ((seen & kEscaped) && !h.escapes))) return kBadLanes;
     return fields != h.fields ? kBadFields : 0;
 }
@@ -133,46 +118,39 @@ DEVICE u32 decode_sparse(const Args& a, const Tensor& t, u64 start, int n, const
 
 // --- The kernel ----------------------------------------------------------------------------------------------------
 
-template <class F, int CODING, int FLOOR, bool ADD>
-DEVICE u32 decode_block(const Args& a, const Tensor& t, u64 start, int n, u32 kind, const u32* block, u32 words,
-                        const u32* lookup, u32* table, u8* window, u32* room, u32* lists) {
-    typedef typename F::Bits Bits;
-    Sink<F, ADD> sink(t, start);
-    if (kind == kDense)
-        return decode_dense<F, CODING, FLOOR, ADD>(a, t, start, n, block, words, lookup, table, window, room);
+// A block whose entry in the index is given, and the words before it.
+template <class F, int CODING, int FLOOR, bool ADD, class Rows>
+DEVICE u32 decode_block(const Args& a, const Tensor& t, u64 block, u32 entry, u64 at, const u32* lookup, u32* table,
+                        u8* window, u32* lists, const Rows& rows) {
+    u32 kind = entry >> 14, words = entry & 0x3fff;
+    u64 from = blocks_offset(t.numel, t.lengths != 0) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
+    int n = values_in(t, start);
+    if (end > t.body_bytes) return kShortBody;
+    if (block == blocks_of(t.numel) - 1 && end != t.body_bytes) return kLongBody;
+    const u32* from_here = (const u32*)(pointer<const u8>(t.body) + from);
+    if (a.small) prefetch_stretch(from_here, 4 * words);
+    if (kind == kDense) return decode_dense<F, CODING>(n, from_here, words, lookup, table, window, rows);
     if (kind == kRaw) {
         if (words != (u32)(n * F::kItem + 3) / 4) return kBadRaw;
-        if (F::kItem == 2 && n % 2 && ((const Bits*)block)[n]) return kBadRaw;
-        for (u32 i = lane_id(); i < (u32)n; i += 32) sink.put(i, ((const Bits*)block)[i]);
+        if (F::kItem == 2 && n % 2 && ((const typename F::Bits*)from_here)[n]) return kBadRaw;
+        rows.raw(from_here);
         return 0;
     }
     if (kind != kSparse) return kBadKind;
     if (words == 0) {
-        for (u32 i = lane_id(); i < (u32)n; i += 32) sink.put(i, 0);
+        rows.zeros();
         return 0;
     }
-    if constexpr (CODING == kNear) return decode_sparse<FLOOR, ADD>(a, t, start, n, block, words, lists);
+    if constexpr (CODING == kNear) return decode_sparse<FLOOR, ADD>(a, t, start, n, from_here, words, lists);
     return kStraySparse;
 }
 
-// A block whose entry in the index is given, and the words before it.
-template <class F, int CODING, int FLOOR, bool ADD>
-DEVICE u32 decode_at(const Args& a, const Tensor& t, u64 block, u32 entry, u64 at, const u32* lookup, u32* table, u8* window,
-                     u32* room, u32* lists) {
-    const u8* body = pointer<const u8>(t.body);
-    u32 words = entry & 0x3fff;
-    u64 from = blocks_offset(t.numel, t.lengths != 0) + 4 * at, end = from + 4 * (u64)words, start = block * kBlock;
-    int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
-    if (end > t.body_bytes) return kShortBody;
-    if (block == blocks_of(t.numel) - 1 && end != t.body_bytes) return kLongBody;
-    if (a.small) {
-        prefetch_stretch(body + from, 4 * words);
-        Source<Float32, FLOOR> source(a, t, start);
-        if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)n);
-        if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)n);
-    }
-    return decode_block<F, CODING, FLOOR, ADD>(a, t, start, n, entry >> 14, (const u32*)(body + from), words, lookup, table,
-                                               window, room, lists);
+// Has what floors are made of brought to the L2 cache.
+template <int FLOOR>
+DEVICE void prefetch_floors(const Args& a, const Tensor& t, u64 start, int n) {
+    Source<Float32, FLOOR> source(a, t, start);
+    if (FLOOR >= kThetaFloor) prefetch_stretch(source.theta, 4 * (u32)n);
+    if (FLOOR == kSecondFloor) prefetch_stretch(source.second, 4 * (u32)n);
 }
 
 // One group of blocks, as many as there are warps.
@@ -200,10 +178,14 @@ DEVICE void decode_group(const Args& a, u32 group, u32* table, u8* window, u32* 
     if (block >= n_blocks) return;
     u64 at = *place;
     for (u64 b = first; b < block; b++) at += index[b] & 0x3fff;
-    u32 fault = decode_at<F, CODING, FLOOR, ADD>(
+    u64 start = block * kBlock;
+    int n = values_in(t, start);
+    if (a.small) prefetch_floors<FLOOR>(a, t, start, n);
+    u32 fault = decode_block<F, CODING, FLOOR, ADD>(
         a, t, block, uniform(index[block]), at,
-        pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * 256, table, window, room,
-        pointer<u32>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * (kSlotBytes / 4));
+        pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * 256, table, window,
+        pointer<u32>(a.slots) + (u64)(blockIdx.x * WARPS + warp) * (kSlotBytes / 4),
+        DirectRows<F, CODING, FLOOR, ADD>{a, t, start, n, room});
     if (fault && lane_id() == 0) atomicOr(pointer<u32>(a.status), fault);
 }
 
@@ -221,7 +203,6 @@ DEVICE void decode_blocks(const Args& a) {
     __syncthreads();
     if (threadIdx.x == 0) {  // who ends last tells the host
         __threadfence();
-        if (atomicAdd(pointer<u32>(a.ticket), 1u) == gridDim.x - 1)
-            pointer<volatile u64>(a.sizes)[kMaxTensors] = *pointer<volatile u32>(a.status);
+        if (atomicAdd(pointer<u32>(a.ticket), 1u) == gridDim.x - 1) tell_status(a);
     }
 }

@@ -87,9 +87,10 @@ struct Stream {
     template <class F>
     __device__ __forceinline__ u32 pop_exponent(const u32* table, bool here, u32& seen) {
         u32 entry = here ? table[state & 255] : 0;
+        bool escapes = any((entry & kEscaped) != 0);  // asked for early, so that nothing waits for the answer
         pop(entry);
         seen |= entry;
-        if (any((entry & kEscaped) != 0)) {
+        if (escapes) {
             bool escaped = entry & kEscaped;
             u32 raw = state & 255;
             if (escaped) {
@@ -132,12 +133,15 @@ struct Sink {
     __device__ __forceinline__ bool aligned() const {
         return can_load_four<F>(out) && (!ADD || can_load_four<F>(addend));
     }
-    __device__ __forceinline__ void put_four(u32 i, Four four, bool together) const {
+    __device__ __forceinline__ Four added(u32 i, Four four, bool together) const {
         if (ADD) {
             Four there = load_four<F>(addend, i, together);
             for (int k = 0; k < 4; k++) four.v[k] = Sum<F>::of(there.v[k], four.v[k]);
         }
-        store_four<F>(out, i, four, together);
+        return four;
+    }
+    __device__ __forceinline__ void put_four(u32 i, Four four, bool together) const {
+        store_four<F>(out, i, added(i, four, together), together);
     }
 };
 
@@ -201,9 +205,9 @@ DEVICE u32 fixed_rows(Stream& s, const u32* table, const Sink<F, ADD>& sink, int
 
 // --- Codings 1 and 2 -----------------------------------------------------------------------------------------------
 
-template <int CODING, bool ADD>
-DEVICE void lane_row(Stream& s, const u32* table, const Sink<Float32, ADD>& sink, u32 i, bool here, int floor, u32& fields,
-                     u32& seen) {
+// A row's values.
+template <int CODING>
+DEVICE u32 lane_row(Stream& s, const u32* table, bool here, int floor, u32& fields, u32& seen) {
     u32 entry = s.pop_exponent<Float32>(table, here, seen);
     int e = (int)((entry >> 23) & 255), cut = 0;
     if (CODING == kPaper) {
@@ -215,7 +219,7 @@ DEVICE void lane_row(Stream& s, const u32* table, const Sink<Float32, ADD>& sink
     int width = e ? 24 - cut : 0;
     fields += width > 0;
     u32 field = s.pop_part(width) << cut;
-    if (here) sink.put(i, (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u));
+    return (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u);
 }
 
 // Returns how many values are not 0.
@@ -235,8 +239,7 @@ DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32*
         for (u32 k = 0; k < 4; k++) next[k] = load_floor(source, ahead + 32 * k);
         for (u32 k = 0; k < 4; k++) {
             if (k % 2 == 0) s.advance();
-            lane_row<CODING, ADD>(s, table, sink, (u32)row + 32 * k + lane, true, make_floor(source, now[k]),
-                                  fields, seen);
+            sink.put((u32)row + 32 * k + lane, lane_row<CODING>(s, table, true, make_floor(source, now[k]), fields, seen));
         }
     }
     for (int row = grouped; row < n; row += 32) {
@@ -245,7 +248,41 @@ DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32*
         s.advance();
         int floor = here ? floor_at(source, i) : 0;
         __syncwarp();
-        lane_row<CODING, ADD>(s, table, sink, i, here, floor, fields, seen);
+        u32 value = lane_row<CODING>(s, table, here, floor, fields, seen);
+        if (here) sink.put(i, value);
     }
     return sum(fields);
 }
+
+// --- What becomes of a block's rows --------------------------------------------------------------------------------
+
+// Values go to memory as they are decoded.
+template <class F, int CODING, int FLOOR, bool ADD>
+struct DirectRows {
+    const Args& a;
+    const Tensor& t;
+    u64 start;
+    int n;
+    u32* room;  // 64 words of shared memory
+
+    __device__ __forceinline__ Sink<F, ADD> sink() const { return Sink<F, ADD>(t, start); }
+
+    // Of a dense block; returns the number of fields.
+    __device__ __forceinline__ u32 dense(Stream& s, const u32* table, const DenseHead& h, u32& seen) const {
+        if constexpr (CODING == kFixed) {
+            bool plain = n == kBlock && h.fields == (u32)kBlock && h.rest == 0, zeros = false;
+            if (plain && h.whole == 1) zeros = plain_rows<F, ADD, 1>(s, table, room, sink(), seen);
+            else if (plain && h.whole == 3 && F::kItem == 4) zeros = plain_rows<F, ADD, F::kItem == 4 ? 3 : 1>(s, table, room, sink(), seen);
+            else return fixed_rows<F, ADD>(s, table, sink(), n, h, seen);
+            return h.pruned && zeros ? kAll : h.fields;  // a value with exponent 0 would have no field
+        } else {
+            return lane_rows<CODING, FLOOR, ADD>(Source<Float32, FLOOR>(a, t, start), s, table, sink(), n, seen);
+        }
+    }
+    __device__ __forceinline__ void raw(const u32* block) const {
+        for (u32 i = lane_id(); i < (u32)n; i += 32) sink().put(i, ((const typename F::Bits*)block)[i]);
+    }
+    __device__ __forceinline__ void zeros() const {
+        for (u32 i = lane_id(); i < (u32)n; i += 32) sink().put(i, 0);
+    }
+};

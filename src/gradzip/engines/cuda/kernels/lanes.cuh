@@ -180,7 +180,7 @@ DEVICE Turn turn_of(const Args& a, u32 ticket) {
     int number = tensor_of_group(a, ticket);
     const Tensor& t = a.tensor[number];
     u64 block = ticket - t.first_group, start = block * kBlock;
-    return {&t, number, ticket, block, start, (int)(t.numel - start < kBlock ? t.numel - start : kBlock),
+    return {&t, number, ticket, block, start, values_in(t, start),
             pointer<const u32>(a.codes) + (t.first_segment + block / kSegmentBlocks) * kCodeStride};
 }
 
@@ -245,11 +245,7 @@ DEVICE u8* settle(const Args& a, const Turn& turn, u32 kind, u32 words, u64 plac
     u64 at = blocks_offset(t.numel, a.book) + 4 * place;
     if (lane_id() == 0) {
         pointer<u16>(t.body + index_offset(t.numel, a.book))[turn.block] = (u16)(words | kind << 14);
-        if (turn.block == blocks_of(t.numel) - 1) {
-            pointer<volatile u64>(a.sizes)[turn.number] = at + 4 * (u64)words;
-            pointer<volatile u64>(a.sizes)[kMaxTensors] = *pointer<u32>(a.status);
-            if (a.epoch) __threadfence_system();  // the host looks at it before the kernel has ended
-        }
+        if (turn.block == blocks_of(t.numel) - 1) tell_size(a, turn.number, at + 4 * (u64)words);
     }
     return pointer<u8>(t.body) + at;
 }

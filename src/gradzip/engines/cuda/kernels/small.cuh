@@ -4,23 +4,18 @@
 
 constexpr u32 kSmallThreads = 256;
 
-// A group's block, and whether it is the last group to end.
+// A group's block.
 DEVICE u32 take_ticket(const Args& a, u32* room) {
     if (threadIdx.x == 0) *room = atomicAdd(pointer<u32>(a.ticket), 1u) - a.served;
     __syncthreads();
     return uniform(*room);
 }
-// Who ends last tells the host what went wrong, and then that this launch is done.
+// Of a decoder: who ends last tells the host what went wrong, which is also that this launch is done.
 DEVICE void end_ticket(const Args& a) {
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        if (atomicAdd(pointer<u32>(a.ticket) + 1, 1u) - a.served == gridDim.x - 1) {
-            volatile u64* told = pointer<volatile u64>(a.sizes) + kMaxTensors;
-            told[0] = *pointer<volatile u32>(a.status);
-            __threadfence_system();
-            told[1] = a.epoch;
-        }
+        if (atomicAdd(pointer<u32>(a.ticket) + 1, 1u) - a.served == gridDim.x - 1) tell_status(a);
     }
 }
 
@@ -173,7 +168,6 @@ DEVICE void small_fixed(const Args& a) {
     }
     if (form.kind != kDense || form.refill > kSmallRefill) {
         if (warp == 0) write_fixed<F, S>(a, turn, values, form, table, refill);
-        end_ticket(a);
         return;
     }
     if (form.single) table[threadIdx.x] = flags_of(threadIdx.x);
@@ -197,7 +191,6 @@ DEVICE void small_fixed(const Args& a) {
     copy_by_all(block + refill_at, refill, form.refill);
     if (warp == 0)
         finish_dense(block, {form.whole, form.rest, form.pruned, escapes, form.single, form.base, form.fields}, lanes);
-    end_ticket(a);
 }
 
 // --- Codings 1 and 2 -----------------------------------------------------------------------------------------------
@@ -314,7 +307,6 @@ DEVICE void small_lanes(const Args& a) {
             announce(a, turn, form.words);
             deliver<CODING>(a, turn, source, form, slot);
         }
-        end_ticket(a);
         return;
     }
     u32 kind = words < n ? kDense : kRaw;
@@ -340,47 +332,4 @@ DEVICE void small_lanes(const Args& a) {
         copy_by_all(block + 68, refill, refill_bytes);
         if (warp == 0) finish_dense(block, {0, 0, 1, escapes, single, single ? first : base, sums.fields}, lanes);
     }
-    end_ticket(a);
-}
-
-// --- Decoding ------------------------------------------------------------------------------------------------------
-
-// BLOCKS blocks per group; the other warps help to make the table and to find the place.
-template <class F, int CODING, int FLOOR, bool ADD, int BLOCKS>
-DEVICE void small_decode(const Args& a) {
-    __shared__ TableRoom room;
-    __shared__ u32 lookup[256], tables[BLOCKS][256], rooms[BLOCKS][64];
-    __shared__ __align__(kWindow) u32 windows[BLOCKS][kWindow / 4];
-    u32 group = blockIdx.x, warp = warp_id();
-    const Tensor& t = a.tensor[tensor_of_group(a, group)];
-    bool shared_book = t.lengths != 0;
-    const u8* body = pointer<const u8>(t.body);
-    const u16* index = (const u16*)(body + index_offset(t.numel, shared_book));
-    u64 n_blocks = blocks_of(t.numel), first = (u64)(group - t.first_group) * BLOCKS, block = first + warp;
-    // All that is read from memory here is under way at once.
-    u32 length = stored_length(t, first / kSegmentBlocks), before = 0;
-    BodyHead head = read_head(t);
-    for (u64 b = threadIdx.x; b < first; b += kSmallThreads) before += index[b] & 0x3fff;
-    __syncwarp();
-    u32 fault = judge_head(a, t, head);
-    if (fault) {
-        if (first == 0 && threadIdx.x == 0) atomicOr(pointer<u32>(a.status), fault);
-        end_ticket(a);
-        return;
-    }
-    room.length[threadIdx.x] = (u8)length;
-    __syncthreads();
-    Codes c = canonical(room);
-    write_lookup(c, lookup);
-    u64 at = group_sum(before, room.sums);
-    if (!c.complete) {
-        fault = kBadTable;
-    } else if (warp < BLOCKS && block < n_blocks) {
-        for (u64 b = first; b < block; b++) at += index[b] & 0x3fff;
-        u32 entry = uniform(index[block]);
-        fault = decode_at<F, CODING, FLOOR, ADD>(a, t, block, entry, at, lookup, tables[warp], (u8*)windows[warp], rooms[warp],
-                                                 pointer<u32>(a.slots) + (u64)(group * BLOCKS + warp) * (kSlotBytes / 4));
-    }
-    if (fault && lane_id() == 0) atomicOr(pointer<u32>(a.status), fault);
-    end_ticket(a);
 }

@@ -3,16 +3,21 @@
 
 constexpr int kMinShare = 1024;  // a symbol rarer than 1/1024 is left to the escape
 
-struct TableRoom {
+// What making canonical codes of lengths takes.
+struct CodeRoom {
+    u32 tally[8][10];     // symbols of each length, by warp
+    u32 sums[16];
+    u8 length[257];
+};
+
+// What choosing lengths takes besides.
+struct TableRoom : CodeRoom {
     u32 count[257];       // by symbol, 256 being the escape
     u32 weight[257];      // by place in the order of (weight, symbol)
     u16 symbol[257];
     u32 level[2][516];    // weights of one level of package-merge and the next
     u16 place[8][257];    // where each leaf stands in a level's list
     u32 histogram[8][256];
-    u32 tally[8][10];     // symbols of each length, by warp
-    u32 sums[16];
-    u8 length[257];
 };
 
 // Sums over all 256 threads; every thread gets the total.
@@ -81,7 +86,7 @@ DEVICE void sample_segment(const Args& a, const Tensor& t, u64 segment, TableRoo
     for (u32 b = warp; b < (u32)kSegmentBlocks; b += 8) {
         u64 start = (segment * kSegmentBlocks + b) * kBlock;
         if (start >= t.numel) break;
-        int n = (int)(t.numel - start < kBlock ? t.numel - start : kBlock);
+        int n = values_in(t, start);
         u32 e[8], nonzero;
         u32 base = sample_block<F, CODING, FLOOR, KEEP>(a, Source<F, FLOOR>(a, t, start), n, e, &nonzero);
         for (int k = 0; k < 8; k++)
@@ -192,7 +197,7 @@ struct Codes {
 };
 
 // Of room.length, which is cleared if it is no complete code.
-DEVICE Codes canonical(TableRoom& room) {
+DEVICE Codes canonical(CodeRoom& room) {
     u32 s = threadIdx.x, warp = s >> 5, length = room.length[s], rank = 0;
     for (u32 l = 1; l <= 9; l++) {  // 9 stands for all that are too long
         u32 votes = __ballot_sync(kAll, l == 9 ? length > 8 : length == l);
@@ -323,7 +328,7 @@ DEVICE void plan_segment(const Args& a) {
 
 // Of one segment: its lookup table and its length in words.
 DEVICE void read_segment(const Args& a) {
-    __shared__ TableRoom room;
+    __shared__ CodeRoom room;
     u32 number = blockIdx.x, s = threadIdx.x;
     const Tensor& t = a.tensor[tensor_of_segment(a, number)];
     u64 segment = number - t.first_segment, n_blocks = blocks_of(t.numel);

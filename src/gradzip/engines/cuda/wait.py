@@ -1,0 +1,64 @@
+"""Waiting for what kernels tell the host: words in its own memory that carry the number of the launch.
+
+Looking there is quicker than asking the driver. An encoder's sizes are there before the kernel has ended, so that the
+host can go on; the bytes are there for what comes next on the stream.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ...errors import EngineError
+from .workspace import MOST_TENSORS, Workspace
+
+if TYPE_CHECKING:
+    from .launch import Launcher
+
+POLLS = 800  # looks at a word, about 0.1 us each, before other threads of Python get a turn...
+NAPS = 2000  # ...and, about 60 us each, before the driver is asked to wait
+_SIZE_BITS = 40  # of a word that tells a size; then a bit that tells of a status, then the launch's number
+_SIZE = (1 << _SIZE_BITS) - 1
+_STATUS_BITS = 32
+
+
+def for_sizes(on: Launcher, stream: int, space: Workspace, count: int) -> tuple[list[int], int]:
+    """The sizes of the bodies that the latest launch encodes, and the status word, which is cleared."""
+    sizes, flawed = [], False
+    for place in range(count):
+        word = _told(on, stream, space, place, _SIZE_BITS + 1)
+        sizes.append(word & _SIZE)
+        flawed |= word >> _SIZE_BITS & 1 != 0
+    if not flawed:
+        return sizes, 0
+    on.wait(stream)
+    status = int(space.status.item())
+    space.status.zero_()
+    return sizes, status
+
+
+def for_status(on: Launcher, stream: int, space: Workspace) -> int:
+    """The status word of the latest launch, a decoder's, once all values are written; it is cleared."""
+    status = _told(on, stream, space, MOST_TENSORS, _STATUS_BITS) & ((1 << _STATUS_BITS) - 1)
+    if status:
+        space.status.zero_()
+    return status
+
+
+def _told(on: Launcher, stream: int, space: Workspace, place: int, shift: int) -> int:
+    """The word at that place, once it is that of the latest launch."""
+    told, epoch = space.told, space.epoch
+    for _ in range(POLLS):
+        word = told[place]
+        if word >> shift == epoch:
+            return word
+    for _ in range(NAPS):
+        time.sleep(0)  # which gives Python's lock away
+        word = told[place]
+        if word >> shift == epoch:
+            return word
+    on.wait(stream)
+    word = told[place]
+    if word >> shift != epoch:
+        raise EngineError("a kernel of the cuda engine has ended without a result")
+    return word
