@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 
 from . import checks
 from .codecs import Codec, Context
 from .codecs.gcomp import GComp
-from .collectives import Channel, Message, Outcome, average_plainly, submit
+from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.coder import finite
 from .engines.layout import Floor
 from .feedback import Memory
@@ -40,6 +41,10 @@ class Way:
     route: str
     late: bool  # waits for the last bucket
     floor: Floor | torch.Tensor | None
+    kind: str = field(init=False, compare=False)  # codec and route, in words
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
 
 
 @dataclass(eq=False)
@@ -70,6 +75,7 @@ class Backward:
     books: SharedBook = field(default_factory=SharedBook)
     rates: list[float] = field(default_factory=list)  # the optimizer's, when the pass began
     learns: bool = False  # the policy wants to see the means
+    group: dist.ProcessGroup | None = None  # where buckets of a plain step go, once ranks have agreed on such steps
     totals: Outcome = field(default_factory=Outcome)
     raw_bytes: int = 0  # of the buckets
     parts: dict[str, Outcome] = field(default_factory=dict)  # of the totals, by codec and route
@@ -85,28 +91,69 @@ class Backward:
         self._comparison: checks.Comparison | None = None
         self._last_came: float | None = None
         # The mean over one rank is what it has: nothing is coded, lost or sent.
-        self._alone = self.channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
-        self.check &= not self._alone
+        self.alone = self.channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
+        self.check &= not self.alone
+        self._idle = self.alone and not self.learns and not self.memory.residuals and not self._transforms()
+        self._elsewhere: Elsewhere | None = None
+        if self.plain and self.group is not None and not (self.alone or self.learns or self.check):
+            what = f"plain averaging at step {self.number} by torch ({self.words})"
+            self._elsewhere = Elsewhere(what, self.group, self.channel, self.fail)
         shares = [way.codec.limit for way in self.ways.values() if shares_book(way.codec)]
         self._limit = min(shares) if shares else 0  # of codes in the shared book; 0: nobody uses one
         self._book = self.books.at(self.number) if shares else None
-        wanted = bool(shares) and self.books.wants(self.number) and not self._alone
+        wanted = bool(shares) and self.books.wants(self.number) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
+
+    def _transforms(self) -> bool:
+        return any(way.codec.transforms for way in self.ways.values())
+
+    def take_whole(self, buffer: torch.Tensor, last: bool) -> Future | None:
+        """Takes a bucket of which no single gradient has to be known; None: `take` it."""
+        if not self._idle and self._elsewhere is None:
+            return None
+        self.raw_bytes += buffer.numel() * buffer.itemsize
+        future = self._kept(buffer) if self._elsewhere is None else self._averaged(buffer, self._elsewhere)
+        if last:
+            self._last_came = time.perf_counter()
+            self._ended(None, None, Outcome())
+        return future
+
+    def _kept(self, buffer: torch.Tensor) -> Future:
+        kept = _future(buffer.device)
+        kept.set_result(buffer)
+        return kept
+
+    def _averaged(self, buffer: torch.Tensor, elsewhere: Elsewhere) -> Future:
+        if buffer.device.type == "cuda":
+            with self._lock:
+                self._open += 1
+            return elsewhere.average(buffer, functools.partial(self._ended, None, PLAIN))
+        # torch's sum waits for ever for a rank that does something else: the ticket ends that, too
+        ticket, future = self._ticket(buffer, f"at step {self.number} of {buffer.numel()} values")
+        self._start(ticket, PLAIN, functools.partial(elsewhere.average, buffer))
+        self._all_started(ticket)
+        if self.totals.error is not None:
+            self.fail(self.totals.error)
+        return future
+
+    def _ticket(self, buffer: torch.Tensor, of: str) -> tuple[_Ticket, Future]:
+        ticket = _Ticket(buffer, _future(buffer.device))
+        until(ticket.done, "exchange", of)
+        self._tickets.append(ticket)
+        return ticket, ticket.done.then(functools.partial(_buffer_or_raise, ticket))
 
     def take(self, buffer: torch.Tensor, named: list[tuple[str, torch.Tensor]], last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         cuda = buffer.device.type == "cuda"
-        ticket = _Ticket(buffer, torch.futures.Future(devices=[buffer.device]) if cuda else torch.futures.Future())
-        until(ticket.done, "exchange", f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more")
-        future = ticket.done.then(functools.partial(_buffer_or_raise, ticket))
+        of = f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
+        ticket, future = self._ticket(buffer, of)
         ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
         self.results += named
-        if self._alone:
+        if self.alone:
             named = self._keep_own(named)
-        plain = self.plain and not self._alone
+        plain = self.plain and not self.alone
         late = [] if plain else [(name, g) for name, g in named if self.ways[name].late]
         ticket.held = bool(late) or self.check
-        self._tickets.append(ticket)
         self._late += late
         self.raw_bytes += buffer.numel() * buffer.itemsize
         if plain:
@@ -114,11 +161,11 @@ class Backward:
             self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
         else:
             soon = [(name, g) for name, g in named if not self.ways[name].late]
-            for message in self._messages(soon, ready):
-                self._start(ticket, _kind(message), functools.partial(submit, message, self.channel))
+            for kind, message in self._messages(soon, ready):
+                self._start(ticket, kind, functools.partial(submit, message, self.channel))
             if last:
-                for message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
-                    self._start(None, _kind(message), functools.partial(submit, message, self.channel))
+                for kind, message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
+                    self._start(None, kind, functools.partial(submit, message, self.channel))
         if last and self._counts is not None:
             refresh = functools.partial(self.books.refresh, self._counts, self.number, self._limit, self.channel)
             self._start(None, "code books", refresh)
@@ -140,7 +187,6 @@ class Backward:
             if way.codec.transforms:
                 left.append((name, gradient))
                 continue
-            self.parts.setdefault(f"{way.codec}/{way.route}", Outcome())
             if self.memory.residuals:
                 total = self.memory.compensated(name, gradient, self.scale)
                 if total is not gradient:
@@ -153,14 +199,19 @@ class Backward:
         first, numel = named[0][0], sum(g.numel() for _, g in named)
         return f"plain averaging at step {self.number} of {first!r} and {len(named) - 1} more, {numel} values"
 
-    def _messages(self, named: list[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None) -> list[Message]:
+    def _messages(
+        self, named: list[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None
+    ) -> list[tuple[str, Message]]:
         """The gradients in messages of equal codec, route and type, in the order of first appearance."""
-        messages: dict[tuple[Codec, str, torch.dtype], Message] = {}
+        messages: dict[tuple[str, torch.dtype], Message] = {}
+        rank, world = self.channel.rank, self.channel.world
         for name, gradient in named:
             way = self.ways[name]
-            key = (way.codec, way.route, gradient.dtype)
-            if key not in messages:
-                messages[key] = Message(
+            key = (way.kind, gradient.dtype)
+            shared = shares_book(way.codec)
+            message = messages.get(key)
+            if message is None:
+                message = messages[key] = Message(
                     way.codec,
                     way.route,
                     [],
@@ -169,24 +220,16 @@ class Backward:
                     self.scale,
                     self.words,
                     ready,
-                    self._counts if shares_book(way.codec) else None,
+                    self._counts if shared else None,
                     self._must_be_lossless,
                 )
-            state = {"book": self._book} if shares_book(way.codec) else self.memory.state(name, way.codec.name)
+            state = {"book": self._book} if shared else self.memory.state(name, way.codec.name)
             self.memory.forms[name] = way.codec.error_memory
-            messages[key].tensors.append(gradient)
-            messages[key].contexts.append(
-                Context(
-                    name,
-                    self.number,
-                    rank=self.channel.rank,
-                    world=self.channel.world,
-                    scale=self.scale,
-                    floor=way.floor,
-                    state=state,
-                )
+            message.tensors.append(gradient)
+            message.contexts.append(
+                Context(name, self.number, rank=rank, world=world, scale=self.scale, floor=way.floor, state=state)
             )
-        return list(messages.values())
+        return [(kind, message) for (kind, _), message in messages.items()]
 
     # -- whether all ranks see the same --------------------------------------------------------------------------
 
@@ -195,8 +238,10 @@ class Backward:
 
         `joined` is for a rank that has run out of inputs and only keeps the others company.
         """
+        if self.alone:
+            return
         floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
-        if (floors or self.learns) and not self._alone:
+        if floors or self.learns:
             self._comparison = checks.Comparison(floors, joined, self.number, self.channel, warn)
 
     def _must_be_lossless(self) -> bool:
@@ -209,7 +254,7 @@ class Backward:
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
-    def _start(self, ticket: _Ticket | None, kind: str, submit: Callable[[Callable[[Outcome], None]], None]) -> None:
+    def _start(self, ticket: _Ticket | None, kind: str, submit: Callable[[Callable[[Outcome], None]], Any]) -> None:
         with self._lock:
             self._open += 1
             if ticket is not None:
@@ -250,7 +295,12 @@ class Backward:
     def _finish(self) -> None:
         self.exposed = time.perf_counter() - self._last_came if self._last_came is not None else 0.0
         self.memory.commit() if self.totals.finite else self.memory.drop()
+        if self.alone:
+            for kind in {way.kind for way in self.ways.values()}:
+                self.parts.setdefault(kind, Outcome())
         self.on_end(self)
+        if self._elsewhere is not None:
+            self._elsewhere.end()
         for ticket in self._tickets:
             _give(ticket)
 
@@ -260,6 +310,8 @@ class Backward:
             self.totals.error = self.totals.error or error
         self._complete.set()
         self.on_end(self)
+        if self._elsewhere is not None:
+            self._elsewhere.end()
         for ticket in list(self._tickets):
             _give(ticket, error)
 
@@ -268,8 +320,8 @@ def shares_book(codec: Codec) -> TypeGuard[GComp]:
     return isinstance(codec, GComp) and codec.book == "shared"
 
 
-def _kind(message: Message) -> str:
-    return f"{message.codec}/{message.route}"
+def _future(device: torch.device) -> Future:
+    return torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
 
 
 def _give(ticket: _Ticket, error: BaseException | None = None) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
-from ..backward import PLAIN, Backward, Future
+from ..backward import PLAIN, Backward, Future, Way
 from ..codecs import Codec
 from ..collectives.coder import finite
 from ..errors import GradzipWarning, PeerError, Unsupported
@@ -74,12 +74,15 @@ class Handle:
             if mesh is None
             else collectives.Topology.of_mesh(rank, ranks, mesh)
         )
+        self._group = group
         self._ways = Ways(self._names, self._device, optimizer, topology)
         self._ways.check(policy)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._backward: Backward | None = None
+        self._scheme = _Scheme({})
+        self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
         self._totals, self._bytes_raw, self._exposed = collectives.Outcome(), 0, 0.0
         self._parts: dict[str, collectives.Outcome] = {}
@@ -102,7 +105,7 @@ class Handle:
         self._ways.check(chosen)
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
-        self._policy, self._progress = chosen, _progress(chosen)
+        self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
 
     def trace(self, path: str | Path, steps: int = 2) -> None:
         """Writes what happens in the next steps to a file for ui.perfetto.dev, beside what the plan predicts if there
@@ -231,7 +234,7 @@ class Handle:
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
-        self._steps = int(state["steps"])
+        self._steps, self._agreed = int(state["steps"]), None
         if state["world_size"] != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
             warnings.warn(
@@ -304,9 +307,9 @@ class Handle:
             report.say(report.in_steps(self.stats()))
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         ways = self._ways.of(self._policy, scale)
-        counts = Counter(f"{way.codec}/{way.route}" for way in ways.values())
-        words = ", ".join(f"{count} x {text}" for text, count in counts.items())
-        plain = set(counts) == {PLAIN} and not self._memory.residuals
+        if ways is not self._scheme.ways:
+            self._scheme = _Scheme(ways)
+        plain = self._scheme.plain and not self._memory.residuals
         check = os.environ.get(CHECK, "") not in ("", "0")
         learns = isinstance(self._policy, Adaptive)
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -315,7 +318,7 @@ class Handle:
             scale,
             ways,
             plain,
-            words,
+            self._scheme.words,
             self._channel,
             self._memory,
             self._end,
@@ -323,10 +326,11 @@ class Handle:
             self._books,
             rates,
             learns,
+            self._group if self._agreed is self._scheme else None,
         )
         begun.compare(self._has_joined(), self._warn)
         if self._premises is not None:
-            self._premises.begin(active=any(way.floor is not None for way in ways.values()))
+            self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
     def _has_joined(self) -> bool:
@@ -349,16 +353,23 @@ class Handle:
         try:
             if bucket.index() == 0 or self._backward is None:
                 self._backward = self._begin()
-            # A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major.
-            gradients = [collectives.unflatten(g.view(-1), p) for p, g in zip(bucket.parameters(), bucket.gradients())]
-            named = [(self._names[p], g) for p, g in zip(bucket.parameters(), gradients)]
-            future = self._backward.take(bucket.buffer(), named, bucket.is_last())
-            if bucket.is_last():
+            buffer, last = bucket.buffer(), bucket.is_last()
+            future = self._backward.take_whole(buffer, last)
+            if future is None:
+                future = self._backward.take(buffer, self._named(bucket), last)
+            if last:
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
             raise
         return future
+
+    def _named(self, bucket: GradBucket) -> list[tuple[str, torch.Tensor]]:
+        """A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major."""
+        return [
+            (self._names[p], g if p.is_contiguous() else collectives.unflatten(g.view(-1), p))
+            for p, g in zip(bucket.parameters(), bucket.gradients())
+        ]
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
@@ -376,7 +387,8 @@ class Handle:
             self._steps += 1
             self._steps_here += 1
             self._compare(ended)
-            if self._premises is not None:
+            self._agreed = self._scheme if ended.plain else None
+            if self._premises is not None and self._premises.samples:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
                 self._premises.sample(parameters, graded, ended.scale)
@@ -405,6 +417,17 @@ class Handle:
         for name, mean in ended.results:
             policy.observe(name, mean, ended.scale)
         policy.end_step(ended.rates)
+
+
+class _Scheme:
+    """What follows from the ways of a step, found out once for all steps that have the same."""
+
+    def __init__(self, ways: Mapping[str, Way]) -> None:
+        counts = Counter(way.kind for way in ways.values())
+        self.ways = ways
+        self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
+        self.plain = set(counts) == {PLAIN}
+        self.graded = any(way.floor is not None for way in ways.values())
 
 
 def _progress(policy: Policy) -> Progress | None:

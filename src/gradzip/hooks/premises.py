@@ -37,12 +37,15 @@ class Premises:
         self._seen = settings(self._optimizer) if active else None
         self._sampled = []
 
+    @property
+    def samples(self) -> bool:
+        """Whether gradients are looked at in this step."""
+        return self._seen is not None and self._steps % _EVERY == 0
+
     def sample(
         self, names: Mapping[str, torch.Tensor], results: Iterable[tuple[str, torch.Tensor]], scale: float
     ) -> None:
-        """Keeps a few values of the averaged gradients, now and then."""
-        if self._seen is None or self._steps % _EVERY:
-            return
+        """Keeps a few values of the averaged gradients."""
         chosen = [(names[name], mean) for name, mean in results if mean.is_contiguous()][:_TENSORS]
         self._sampled = [(p, mean.view(-1)[:_VALUES].abs() / scale) for p, mean in chosen]
 
@@ -64,7 +67,7 @@ class Premises:
                         "optimizer.step(), then scheduler.step()"
                     )
                     return
-        if getattr(self._optimizer, "grad_scale", None) is None and any(_grew(p, most) for p, most in sampled):
+        if getattr(self._optimizer, "grad_scale", None) is None and _grew(sampled):
             self._warn(
                 "near mode: gradients were made larger between backward and optimizer.step(), so bits may have been "
                 "dropped that matter. Scale the loss instead; under a GradScaler, attach(..., scaler=scaler)"
@@ -85,8 +88,11 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, tuple | list) else value
 
 
-def _grew(p: torch.Tensor, most: torch.Tensor) -> bool:
-    if p.grad is None or p.grad.layout != torch.strided or not p.grad.is_contiguous():
-        return False
-    now = p.grad.detach().view(-1)[: most.numel()].abs()
-    return bool((now > most * _NEARLY).any())
+def _grew(sampled: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether a gradient has a value larger than it was; asks the device once."""
+    larger = [
+        (p.grad.detach().view(-1)[: most.numel()].abs() > most * _NEARLY).any()
+        for p, most in sampled
+        if p.grad is not None and p.grad.layout == torch.strided and p.grad.is_contiguous()
+    ]
+    return bool(larger) and bool(torch.stack(larger).any())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +20,28 @@ from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
 from ..feedback import clean_name
 from ..option import Option
-from ..policy import PLAIN, Policy, Rules, small
+from ..plan import Plan
+from ..policy import PLAIN, Fixed, Policy, Rules, small
 from ..routes import NAMED, Route
+from ..sensitivity.survey import Read, fetch
 
 _Floors = Mapping[torch.Tensor, Floor | torch.Tensor | None]
+_CONSTANT = (Fixed, Rules, Plan)  # policies that answer alike in every step; others are asked in each
+
+
+class _Graded(NamedTuple):
+    """A gradient whose floors follow the optimizer."""
+
+    name: str
+    way: Way  # still without a floor
+    exact: Way  # taken where nothing is known about the parameter, so that nothing may be dropped
+
+
+class _Chosen(NamedTuple):
+    """What a policy's answers come to."""
+
+    ways: dict[str, Way]
+    graded: dict[GComp, dict[torch.Tensor, _Graded]]
 
 
 def parameter_names(model: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -35,7 +55,7 @@ def parameter_names(model: DistributedDataParallel) -> dict[torch.Tensor, str]:
 
 
 class Ways:
-    """Finds the ways of a model's gradients, anew for each step: floors follow the optimizer."""
+    """Finds the ways of a model's gradients. What is the same as in the step before is the same object."""
 
     def __init__(
         self,
@@ -45,6 +65,12 @@ class Ways:
         topology: Topology,
     ) -> None:
         self._names, self._device, self._optimizer, self._topology = names, device, optimizer, topology
+        self._grids = None if optimizer is None else sensitivity.Grids(optimizer)
+        self._policy: Policy | None = None  # that the last answers are of
+        self._options: list[Option] = []
+        self._trained: list[bool] = []
+        self._chosen = _Chosen({}, {})
+        self._last: dict[str, Way] = {}
 
     def check(self, policy: Policy) -> None:
         """Complains about a policy that cannot work with this model, rather than in backward."""
@@ -57,26 +83,47 @@ class Ways:
                     )
         self.of(policy, 1.0)
 
-    def of(self, policy: Policy, scale: float) -> dict[str, Way]:
-        """By parameter name. `scale` is the loss scale that gradients carry."""
-        ways, cache = {}, dict[tuple[str, float], _Floors]()
-        for parameter, name in self._names.items():
-            # DDP hands out a parameter that was frozen later as well, without a gradient.
-            option = policy.option(name, parameter.shape) if parameter.requires_grad else PLAIN
+    def of(self, policy: Policy, scale: float, read: Read = fetch) -> dict[str, Way]:
+        """By parameter name. `scale` is the loss scale that gradients carry; `read` fetches numbers from the device."""
+        # DDP hands out a parameter that was frozen later as well, without a gradient.
+        trained = [parameter.requires_grad for parameter in self._names]
+        if policy is not self._policy or type(policy) not in _CONSTANT or trained != self._trained:
+            asked = zip(self._names.items(), trained)
+            options = [policy.option(name, p.shape) if is_trained else PLAIN for (p, name), is_trained in asked]
+            if options != self._options:
+                self._chosen = self._choose(options)
+                self._last = self._chosen.ways
+            self._policy, self._options, self._trained = policy, options, trained
+        changed = {}
+        for codec, graded in self._chosen.graded.items():
+            floors = self._floors(codec, scale, graded, read)
+            for parameter, (name, way, exact) in graded.items():
+                floor = floors.get(parameter)
+                if floor is None:
+                    if self._last[name] is not exact:
+                        changed[name] = exact
+                elif self._last[name].floor is not floor:
+                    changed[name] = replace(way, floor=floor)
+        if changed:
+            self._last = self._last | changed
+        return self._last
+
+    def _choose(self, options: list[Option]) -> _Chosen:
+        chosen = _Chosen({}, {})
+        for (parameter, name), option in zip(self._names.items(), options):
             if option.device == "gpu" and self._device.type == "cpu":
                 raise Unsupported(f"{name!r} is on the CPU: {option} would have it coded on a GPU")
-            codec, floor = parse(option.codec), None
+            codec = parse(option.codec)
+            way = chosen.ways[name] = self._way(codec, option, parameter)
             if isinstance(codec, GComp) and codec.mode in ("near", "paper"):
-                key = codec.mode, codec.ulps
-                if key not in cache:
-                    cache[key] = self._floors(codec, scale)
-                floor = cache[key].get(parameter)
-                if floor is None:  # nothing is known about this parameter, so nothing may be dropped
-                    codec = GComp(mode="lossless", limit=codec.limit, book=codec.book)
-            route = self._route(codec, option)
-            late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
-            ways[name] = Way(codec, route, late, floor)
-        return ways
+                exact = self._way(GComp(mode="lossless", limit=codec.limit, book=codec.book), option, parameter)
+                chosen.graded.setdefault(codec, {})[parameter] = _Graded(name, way, exact)
+        return chosen
+
+    def _way(self, codec: Codec, option: Option, parameter: torch.Tensor) -> Way:
+        route = self._route(codec, option)
+        late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
+        return Way(codec, route, late, None)
 
     def _route(self, codec: Codec, option: Option) -> str:
         route = route_of(codec, option.route, self._topology.default_route)
@@ -86,18 +133,18 @@ class Ways:
         device = option.device or ("cpu" if self._device.type == "cpu" else "gpu")
         return str(NAMED[route].on(device)) if device == "gpu" and route in NAMED and route != "allreduce" else route
 
-    def _floors(self, codec: GComp, scale: float) -> _Floors:
+    def _floors(self, codec: GComp, scale: float, wanted: Mapping[torch.Tensor, _Graded], read: Read) -> _Floors:
         """Where each parameter's gradient may be cut, for the step about to be taken."""
-        if self._optimizer is None:
+        if self._optimizer is None or self._grids is None:
             raise Unsupported(
                 f"{codec} asks the optimizer which bits matter: attach(model, optimizer), or take gcomp:mode=lossless"
             )
         floors: _Floors = (
-            sensitivity.rules(self._optimizer, codec.ulps, scale)
+            self._grids.rules(codec.ulps, scale, wanted.keys(), read)
             if codec.mode == "near"
-            else {p: flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items()}
+            else {p: flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items() if p in wanted}
         )
-        if not any(parameter in floors for parameter in self._names):
+        if not floors and not any(p in self._names for group in self._optimizer.param_groups for p in group["params"]):
             raise Unsupported(
                 f"{codec} asks the optimizer which bits matter, and this {type(self._optimizer).__name__} has none of "
                 "the model's parameters: make it of this model's parameters()"
