@@ -113,7 +113,7 @@ class _Cifar(Task):
 class PowerSgdCifar(_Cifar):
     """PowerSGD's study: 16 workers, 0.1 x 16 after a linear warm-up, a tenth of it at half and at 5/6 of training."""
 
-    workers, epochs = 16, 24
+    workers, epochs = 16, 16
 
     def rate(self, epoch: float) -> float:
         return stepped_rate(1.6, epoch, self.epochs / 6, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)

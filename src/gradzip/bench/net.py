@@ -159,24 +159,24 @@ class Bench:
 
     def _reference(self) -> None:
         """The mean in float64, and the mean of magnitudes, which says how much rounding can matter."""
-        host = self.own.cpu().double()
-        magnitude = host.abs()
-        dist.all_reduce(host)
+        exact = self.own.double()
+        magnitude = exact.abs()
+        dist.all_reduce(exact)
         dist.all_reduce(magnitude)
-        self._mean, self._magnitude = host / self._world, magnitude / self._world
+        self._mean, self._magnitude = exact / self._world, magnitude / self._world
 
     def _verify(self, way: _Way) -> None:
         for _ in range(2):  # the second one into buffers that are there
             self.result.copy_(self.own)
             way.run()
-        bits = torch.tensor([bit_sum(self.result.cpu())])
+        bits = torch.tensor([bit_sum(self.result)])
         seen = [torch.zeros_like(bits) for _ in range(self._world)]
         dist.all_gather(seen, bits)
         if any(not torch.equal(other, seen[0]) for other in seen):
             raise WrongResult(f"{way.name} by {way.route} left different bits on different ranks: this is a bug")
         allowed = self._allowed(way)
         if allowed is not None:
-            off = (self.result.cpu().double() - self._mean).abs()
+            off = (self.result.double() - self._mean).abs()
             way.wrong = int((off > allowed).sum())
 
     def _allowed(self, way: _Way) -> torch.Tensor | None:
@@ -189,7 +189,7 @@ class Bench:
             if codec.error_memory is not None:
                 return None
             f = way.floor.tensor() if isinstance(way.floor, Floor) else way.floor
-            return sums + torch.where(f == EXACT, 0.0, torch.exp2(f.double())).cpu()
+            return sums + torch.where(f == EXACT, 0.0, torch.exp2(f.double()))
         kept = 7 if isinstance(codec, Cast) else codec.keep if isinstance(codec, GComp) else None
         if kept is None or codec.error_memory is not None:
             return None

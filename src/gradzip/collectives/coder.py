@@ -42,11 +42,15 @@ def flatten(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     Codecs see gradients and floors so. It is not row-major for channels_last or transposed parameters.
     """
+    if x.is_contiguous() and like.is_contiguous():
+        return x.view(-1)
     return x.permute(memory_order(like)).reshape(-1)
 
 
 def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of `flatten`; a view."""
+    if like.is_contiguous():
+        return flat.view(like.shape)
     order = memory_order(like)
     back = sorted(range(like.dim()), key=order.__getitem__)
     return flat.view([like.shape[d] for d in order]).permute(back)
@@ -133,10 +137,13 @@ class TensorCoder:
         return [self._inputs[p.tensor][p.start : p.stop] for p in layout]
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None:
-        offset = 0
-        for piece in layout:
-            self._write(piece, mean[offset : offset + piece.numel])
-            offset += piece.numel
+        means = mean.split_with_sizes([piece.numel for piece in layout])
+        targets = self.targets(layout)
+        if targets is not None:
+            torch._foreach_copy_(targets, list(means))
+            return
+        for piece, values in zip(layout, means):
+            self._write(piece, values)
 
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         flats = [self._flat[p.tensor] for p in layout]
@@ -328,13 +335,6 @@ class TensorCoder:
 
     def _device(self, how: How) -> torch.device:
         return torch.device("cpu") if how.device == "cpu" else self.home
-
-    def _write(self, piece: Piece, mean: torch.Tensor) -> None:
-        flat = self._flat[piece.tensor]
-        flat[piece.start : piece.stop].copy_(mean)
-        tensor = self.tensors[piece.tensor]
-        if flat.data_ptr() != tensor.data_ptr() and piece.stop == flat.numel():
-            tensor.copy_(unflatten(flat, tensor))  # pieces of a tensor are stored in order
 
     def _context(self, piece: Piece, how: How, device: torch.device) -> Context:
         whole = self.contexts[piece.tensor]
