@@ -24,14 +24,14 @@ typedef struct {
 typedef struct gz_planner gz_planner;
 
 // Raised with every change of this file, so that a caller can tell a library that is older than itself.
-#define GZ_PLAN_VERSION 2
+#define GZ_PLAN_VERSION 3
 GZ_API int32_t gz_plan_version(void);
 
 GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem);
 GZ_API void gz_plan_close(gz_planner* planner);
 
 // The end of the last task when unit u takes option plan[decisions[u]]. starts, if not NULL: [units][stride + 1], when backward
-// and each task of a unit start. Infinity if it is certain to be after `limit`.
+// and each task of a unit start. Infinity if it is certain not to be before `limit` by more than 1e-9 of it.
 GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double limit, double* starts);
 
 // When the links of the mask `slow` fall idle before the last wait for a new unit, minus infinity if they never do. A wait
@@ -40,16 +40,19 @@ GZ_API double gz_plan_time(gz_planner* planner, const int32_t* plan, double limi
 GZ_API double gz_plan_bubble(gz_planner* planner, const int32_t* plan, uint8_t slow, double* through);
 
 // The best of `count` options for one decision, all others as they are. *time is that of the plan as it is, and becomes
-// that of the plan with the option returned. With simulated < count only that many, the likeliest, are simulated, and
-// none if the plan without its units would save no more than `worth` seconds.
+// that of the plan with the option returned. With simulated < count all are estimated, and at most that many, the likeliest,
+// are simulated, if they promise to save more than `worth` seconds and the plan without its units would.
 GZ_API int32_t gz_plan_best(gz_planner* planner, const int32_t* plan, int32_t decision, const int32_t* tried, int32_t count,
                             int32_t simulated, double worth, double* time);
 
-// Tries every number of members of every group, the first ones of each, with their other option: members
-// starts[g]..starts[g+1] belong to group g. Leaves the best plan in `plan` and its time in *time; returns how many
-// plans were tried.
-GZ_API int64_t gz_plan_offload(gz_planner* planner, int32_t* plan, int32_t groups, const int32_t* starts,
-                               const int32_t* members, const int32_t* offloaded, double* time);
+// The `count` best of all options for one decision, best first, all others as they are.
+GZ_API void gz_plan_rank(gz_planner* planner, const int32_t* plan, int32_t decision, int32_t count, int32_t* best);
+
+// Tries all combinations of options for `count` decisions, which rise; decision i has options[starts[i]..starts[i+1]). Where
+// after[i] >= 0, only the first of them unless decision number after[i] < i took another than its first. Leaves the best
+// plan that takes less than *time in `plan` and its time in *time; returns how many plans were simulated to their end.
+GZ_API int64_t gz_plan_combine(gz_planner* planner, int32_t* plan, int32_t count, const int32_t* decisions,
+                               const int32_t* starts, const int32_t* options, const int32_t* after, double* time);
 
 #ifdef __cplusplus
 }

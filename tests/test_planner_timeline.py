@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradzip.planner.fast import Evaluator, Tables
+from gradzip.planner.fast import Change, Evaluator, Tables
 from gradzip.planner.timeline import CPU, GPU, INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, LINKS, Task, Timeline, simulate
 
 INTER = INTER_OUT | INTER_IN
@@ -133,6 +135,68 @@ def test_the_best_option_is_the_best_of_all(problem: tuple[Tables, np.ndarray], 
     assert time == min(times) == times[option]
     if times[plan[unit]] == time:
         assert option == plan[unit], "an equal option is no reason to change"
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_the_best_combination_is_the_best_of_all(problem: tuple[Tables, np.ndarray], data: st.DataObject) -> None:
+    tables, plan = problem
+    evaluator = Evaluator(tables)
+    decisions = data.draw(st.lists(st.integers(0, tables.decided - 1), min_size=1, max_size=3, unique=True))
+    options = st.lists(st.integers(0, tables.options - 1), min_size=1, max_size=3)
+    changes = [Change(decision, data.draw(options)) for decision in decisions]
+    last = len(changes) - 1
+    earlier = [i for i in range(last) if decisions[i] < decisions[last]]
+    if earlier and data.draw(st.booleans()):
+        changes[last] = Change(decisions[last], changes[last].options, after=earlier[0])
+    best = np.inf
+    for taken in itertools.product(*(range(len(change.options)) for change in changes)):
+        if any(c.after is not None and taken[i] and not taken[c.after] for i, c in enumerate(changes)):
+            continue
+        changed = plan.copy()
+        for change, number in zip(changes, taken):
+            changed[change.decision] = change.options[number]
+        best = min(best, reference(tables, changed).end_s)
+    found_plan, found, tried = evaluator.combine(plan, changes, np.inf)
+    assert found == pytest.approx(best, rel=1e-8)
+    assert reference(tables, found_plan).end_s == found
+    assert tried >= 1
+    same_plan, same, _ = evaluator.combine(plan, changes, best / 2)
+    assert same == best / 2
+    assert same_plan.tolist() == plan.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.data())
+def test_ranked_options_are_the_best_ones(problem: tuple[Tables, np.ndarray], data: st.DataObject) -> None:
+    tables, plan = problem
+    unit = data.draw(st.integers(0, tables.decided - 1))
+    times = []
+    for option in range(tables.options):
+        changed = plan.copy()
+        changed[unit] = option
+        times.append(reference(tables, changed).end_s)
+    count = data.draw(st.integers(1, tables.options))
+    ranked = Evaluator(tables).rank(plan, unit, count)
+    assert len(set(ranked)) == count
+    assert [times[option] for option in ranked] == pytest.approx(sorted(times)[:count], rel=1e-8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_after_a_change_the_events_are_those_of_the_new_plan(
+    problem: tuple[Tables, np.ndarray], data: st.DataObject
+) -> None:
+    """`best` notes the events of what it found instead of simulating that again."""
+    tables, plan = problem
+    evaluator = Evaluator(tables)
+    unit = data.draw(st.integers(0, tables.decided - 1))
+    tried = np.arange(tables.options, dtype=np.int32)
+    plan[unit], time = evaluator.best(plan, unit, tried, evaluator.time(plan), simulated=len(tried) - 1)
+    slow, starts = reference(tables, plan), evaluator.starts(plan)
+    assert time == slow.end_s
+    for event in slow.events:
+        assert starts[event.unit, event.step + 1] == event.start_s, event
 
 
 def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

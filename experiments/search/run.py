@@ -144,7 +144,7 @@ def filled(text: str) -> str:
     for name, rows, key in (
         ("the paper's two algorithms", brute, "paper_s"),
         ("the whole search", brute, "search_s"),
-        ("the whole search, six options simulated", brute, "screened_s"),
+        ("the whole search, ten options simulated", brute, "screened_s"),
         ("Algorithm 2 alone, over devices", offload, "algorithm_2_s"),
         ("every set of units, over devices", offload, "exact_s"),
     ):

@@ -21,6 +21,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from .errors import Unsupported, nearest
 
@@ -98,6 +99,7 @@ class Route:
 
 
 @functools.lru_cache(maxsize=1 << 13)  # every message asks, and the tree has 4341
+@cache
 def _check(steps: tuple[Step, ...]) -> tuple[bool, ...]:
     """Every list that passes leaves all ranks with the sum over all of them. Tells which steps are second ones."""
     coded = False

@@ -113,16 +113,16 @@ def _plain(route: Route) -> Option:
 
 
 def _of_codec(pricing: Pricing, cost: CodecCost, device: str, ways: Sequence[Route]) -> list[Choice]:
-    codec: Codec = cost.codec
+    codec, name = cost.codec, cost.name
     if codec.rounds > 1:
-        return [Choice(Option(str(codec), device, "factors"), cost, 1, tuple(pricing.factors(cost, device)))]
+        return [Choice(Option(name, device, "factors"), cost, 1, tuple(pricing.factors(cost, device)))]
     found = []
     if codec.summable:
-        found.append(Choice(Option(str(codec), device, "allreduce"), cost, 1, tuple(pricing.allreduce(cost, device))))
+        found.append(Choice(Option(name, device, "allreduce"), cost, 1, tuple(pricing.allreduce(cost, device))))
     for route in ways:
         if route.compresses:
             tasks = tuple(pricing.coded(route, cost))
-            found.append(Choice(Option(str(codec), None, str(route)), cost, route.encodes, tasks))
+            found.append(Choice(Option(name, None, str(route)), cost, route.encodes, tasks))
     return found
 
 
@@ -131,4 +131,9 @@ def twin(option: Option, device: str) -> Option:
     if option.device is not None:
         return Option(option.codec, device, option.route)
     assert option.route is not None
-    return Option(option.codec, None, str(Route.parse(option.route).on(device)))
+    return Option(option.codec, None, _moved(option.route, device))
+
+
+@cache
+def _moved(route: str, device: str) -> str:
+    return str(Route.parse(route).on(device))

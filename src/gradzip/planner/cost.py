@@ -153,7 +153,7 @@ class _Walk:
             seconds = amount(one=line.latency_s, tensors=each, raw=line.s_per_byte * share * times)
             if device == "cpu":
                 seconds /= self.pricing.network.cores
-            source = f"{kind} {self.codec.codec}@{device}"
+            source = f"{kind} {self.codec.name}@{device}"
             self.add(f"{kind}.{device}", GPU if device == "gpu" else CPU, seconds, source)
         if kind == "enc":
             self.coded = True
@@ -209,11 +209,17 @@ class _Walk:
         self.add("latency", 0, amount(one=max(0.0, cost.latency_s - cost.cpu_s / network.cores)), cost.source)
 
 
-def amount(**factors: float) -> Amount:
-    vector = np.zeros(len(FEATURES))
-    for name, factor in factors.items():
-        vector[FEATURES.index(name)] = factor
-    return vector
+def amount(
+    one: float = 0.0,
+    tensors: float = 0.0,
+    raw: float = 0.0,
+    payload: float = 0.0,
+    payload_intra: float = 0.0,
+    payload_inter: float = 0.0,
+    payload_flat: float = 0.0,
+) -> Amount:
+    """A factor for each of FEATURES."""
+    return np.array((one, tensors, raw, payload, payload_intra, payload_inter, payload_flat))
 
 
 def _line(curve: Curve | None) -> Line:

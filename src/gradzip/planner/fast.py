@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .. import engines
 from ..errors import EngineError
 
-VERSION = 2  # of native/planner.h
+VERSION = 3  # of native/planner.h
 Plan = npt.NDArray[np.int32]  # for each decision, the number of its option
 
 
@@ -47,6 +47,15 @@ class Tables:
         return len(self.counts)
 
 
+@dataclass(frozen=True)
+class Change:
+    """The options that a decision may take; only the first of them if an earlier change, `after`, took its first."""
+
+    decision: int
+    options: Sequence[int]
+    after: int | None = None  # its place among the changes; its decision comes before this one
+
+
 def _library() -> ctypes.CDLL:
     library: ctypes.CDLL = engines.load("native")._library
     if not hasattr(library, "gz_plan_version") or library.gz_plan_version() != VERSION:
@@ -60,7 +69,8 @@ def _library() -> ctypes.CDLL:
         ("gz_plan_time", ctypes.c_double, [pointer, pointer, ctypes.c_double, pointer]),
         ("gz_plan_bubble", ctypes.c_double, [pointer, pointer, ctypes.c_uint8, pointer]),
         ("gz_plan_best", i32, [pointer, pointer, i32, pointer, i32, i32, ctypes.c_double, pointer]),
-        ("gz_plan_offload", ctypes.c_int64, [pointer, pointer, i32, pointer, pointer, pointer, pointer]),
+        ("gz_plan_rank", None, [pointer, pointer, i32, i32, pointer]),
+        ("gz_plan_combine", ctypes.c_int64, [pointer, pointer, i32, *[pointer] * 5]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -93,7 +103,7 @@ class Evaluator:
             self._library.gz_plan_close(self._planner)
 
     def time(self, plan: Plan, limit: float = math.inf) -> float:
-        """Infinity if it is certain to take longer than the limit."""
+        """Infinity if it is certain not to take less than the limit."""
         return float(self._library.gz_plan_time(self._planner, _address(plan), limit, None))
 
     def starts(self, plan: Plan) -> npt.NDArray[np.float64]:
@@ -124,8 +134,8 @@ class Evaluator:
     ) -> tuple[int, float]:
         """The best option of one decision and the plan's time with it; `time` is that of the plan as it is.
 
-        With `simulated` all options are estimated and only so many of them, the likeliest, are simulated; none if the
-        plan without its units would save no more than `worth` seconds.
+        With `simulated` all options are estimated and only so many of them, the likeliest, are simulated, as long as
+        they promise to save more than `worth` seconds.
         """
         found = ctypes.c_double(time)
         most = len(tried) if simulated is None else min(simulated, len(tried))
@@ -134,20 +144,27 @@ class Evaluator:
         )
         return int(option), found.value
 
-    def offload(self, plan: Plan, groups: Sequence[Sequence[tuple[int, int]]], time: float) -> tuple[Plan, float, int]:
-        """The best plan over all counts: in each group of (decision, its other option) the first q take the other."""
-        starts = np.cumsum([0, *map(len, groups)], dtype=np.int32)
-        members = np.array([unit for group in groups for unit, _ in group], np.int32)
-        others = np.array([option for group in groups for _, option in group], np.int32)
+    def rank(self, plan: Plan, decision: int, count: int) -> list[int]:
+        """The best options of one decision, best first."""
+        best = np.empty(min(count, self.tables.options), np.int32)
+        self._library.gz_plan_rank(self._planner, _address(plan), decision, len(best), _address(best))
+        return best.tolist()
+
+    def combine(self, plan: Plan, changes: Sequence[Change], time: float) -> tuple[Plan, float, int]:
+        """The best of all combinations of these changes if it takes less than that time, or else the plan as it is, and
+        how many were simulated to their end.
+        """
+        order = sorted(range(len(changes)), key=lambda i: changes[i].decision)
+        place = {old: new for new, old in enumerate(order)}
+        rising = [changes[i] for i in order]
+        starts = np.cumsum([0, *(len(change.options) for change in rising)], dtype=np.int32)
+        after = np.array([-1 if c.after is None else place[c.after] for c in rising], np.int32)
+        decisions = np.array([change.decision for change in rising], np.int32)
+        options = np.array([option for change in rising for option in change.options], np.int32)
         changed, found = plan.copy(), ctypes.c_double(time)
-        tried = self._library.gz_plan_offload(
-            self._planner,
-            _address(changed),
-            len(groups),
-            _address(starts),
-            _address(members),
-            _address(others),
-            ctypes.byref(found),
+        arrays = map(_address, (decisions, starts, options, after))
+        tried = self._library.gz_plan_combine(
+            self._planner, _address(changed), len(rising), *arrays, ctypes.byref(found)
         )
         return changed, found.value, int(tried)
 

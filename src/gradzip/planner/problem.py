@@ -61,6 +61,7 @@ class Problem:
         self.primary = len(self.choices)  # choices before this one code on `device`
         if len(devices) > 1 and not free:
             self.choices += [c for c in choices(pricing, self.limits, "cpu") if c.compresses]
+        self.compresses = np.array([choice.compresses for choice in self.choices])
         self.number = {choice.option: i for i, choice in enumerate(self.choices)}
         self.offloaded = [self._offloaded(choice) for choice in self.choices[: self.primary]]
         self.tables = self._tables()

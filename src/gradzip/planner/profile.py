@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ class CodecCost:
     ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors, by name
     grows: bool = False  # the payload of a sum is the union of its addends', as with sparse codecs
 
+    @cached_property
+    def name(self) -> str:
+        return str(self.codec)
+
     def ratio_of(self, name: str) -> float:
         return self.ratios.get(name, self.ratio)
 
@@ -160,7 +165,7 @@ class Profile:
     def size_bytes(self) -> int:
         return sum(t.size_bytes for t in self.tensors)
 
-    @property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         """Where gradients can be coded; the device that they lie on last."""
         return tuple(d for d in DEVICES if any(d in cost.encode for cost in self.codecs.values()))

@@ -13,23 +13,24 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .fast import Plan
+from .fast import Change, Plan
 from .problem import Problem
 from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT
 
 MOST_OFFLOADS = 5_000  # vectors of counts that Algorithm 2 may try
 MOST_PASSES = 20
-SIMULATED = 6  # of all options, which are all estimated: those that look best
-WORTH = 1e-4  # of the time: a unit that cannot save more is left alone
+SIMULATED = 10  # of all options, which are all estimated: those that look best
+WORTH = 3e-5  # of the time: a unit that cannot save more is left alone
 FEW = 16  # units, as with buckets: every start is followed to its end, and pairs of units are changed together
 PAIRED = 8  # choices of each unit of a pair
 THRESHOLDS = 6  # sizes at which plans may change from one choice to another, to start from
-PATIENCE = 64  # units in a row that gain nothing
+PATIENCE = 48  # units in a row that gain nothing
 ENOUGH = 1e-3  # of the time: a pass that saves less is the last
 
 
@@ -52,9 +53,6 @@ def search(problem: Problem, *, improving: bool = True, exact: bool = False) -> 
     paper, paper_s = plan, found
     if improving:
         starts = [(plan, found), best_threshold(problem)]
-        if len(problem.units) > FEW and not exact:  # one pass tells which start leads further
-            once = [improve(problem, *start, passes=1) for start in starts]
-            starts = [min(once, key=lambda start: start[1])]
         plan, found = min((improve(problem, *start, exact=exact) for start in starts), key=lambda end: end[1])
         plan, found = offload_exactly(problem, plan, found)
         if len(problem.units) <= FEW:
@@ -96,8 +94,7 @@ def before_bubbles(problem: Problem, plan: Plan) -> set[int]:
     idle, through = problem.evaluator.bubble(plan, slow)
     if math.isinf(idle):
         return set()
-    plain = np.array([not problem.choices[number].compresses for number in plan])
-    return set(np.flatnonzero(plain & (through <= idle)).tolist())
+    return set(np.flatnonzero(~problem.compresses[plan] & (through <= idle)).tolist())
 
 
 def movable(problem: Problem, plan: Plan) -> list[tuple[int, int]]:
@@ -111,7 +108,8 @@ def offload_exactly(problem: Problem, plan: Plan, found: float) -> tuple[Plan, f
     moves = movable(problem, plan)
     if not moves or 2 ** len(moves) > MOST_OFFLOADS:
         return plan, found
-    plan, found, _ = problem.evaluator.offload(plan, [[move] for move in moves], found)
+    changes = [Change(unit, (int(plan[unit]), other)) for unit, other in moves]
+    plan, found, _ = problem.evaluator.combine(plan, changes, found)
     return plan, found
 
 
@@ -124,37 +122,42 @@ def algorithm_2(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float
         return plan, found
     members = sorted(groups.values(), key=len)
     if math.prod(len(group) + 1 for group in members) <= MOST_OFFLOADS:
-        plan, found, _ = problem.evaluator.offload(plan, members, found)
+        plan, found, _ = problem.evaluator.combine(plan, _counts(plan, members), found)
         return plan, found
     return _offload_by_group(problem, plan, members, found)
+
+
+def _counts(on_device: Plan, groups: Sequence[Sequence[tuple[int, int]]]) -> list[Change]:
+    """The first ones of each group on the CPU, in any number: none follows one that stays."""
+    changes: list[Change] = []
+    for group in groups:
+        for place, (unit, other) in enumerate(group):
+            changes.append(Change(unit, (int(on_device[unit]), other), len(changes) - 1 if place else None))
+    return changes
 
 
 def _offload_by_group(
     problem: Problem, plan: Plan, groups: list[list[tuple[int, int]]], found: float
 ) -> tuple[Plan, float]:
     """Too many vectors of counts for all of them: one group after the other, until nothing changes."""
-    on_device = plan.copy()
-    for _ in range(MOST_PASSES):
+    on_device, vain = plan.copy(), 0
+    for group in itertools.islice(itertools.cycle(groups), MOST_PASSES * len(groups)):
         before = found
-        for group in groups:
-            for unit, _ in group:
-                plan[unit] = on_device[unit]
-            plan, found, _ = problem.evaluator.offload(plan, [group], math.inf)
-        if found >= before:
+        plan, found, _ = problem.evaluator.combine(plan, _counts(on_device, [group]), found)
+        vain = vain + 1 if found >= before else 1  # tried again, the group itself would gain nothing
+        if vain == len(groups):
             break
     return plan, found
 
 
-def improve(
-    problem: Problem, plan: Plan, found: float, *, exact: bool = False, passes: int = MOST_PASSES
-) -> tuple[Plan, float]:
+def improve(problem: Problem, plan: Plan, found: float, *, exact: bool = False) -> tuple[Plan, float]:
     """Every choice on every device for every unit, from large to small, until nothing changes.
 
     A pass ends when many units in a row gained nothing: those that follow are smaller.
     """
     tried = np.arange(len(problem.choices), dtype=np.int32)
     plan = plan.copy()
-    for _ in range(passes):
+    for _ in range(MOST_PASSES):
         before, vain = found, 0
         for unit in by_size(problem):
             last = found
@@ -169,20 +172,11 @@ def improve(
 
 def improve_pairs(problem: Problem, plan: Plan, found: float) -> tuple[Plan, float]:
     """Two units at once, each with the choices that look best for it alone, until nothing changes."""
-    evaluate = problem.evaluator.time
     for _ in range(MOST_PASSES):
         before = found
-        likely = []
-        for unit in range(len(plan)):
-            changed = np.tile(plan, (len(problem.choices), 1))
-            changed[:, unit] = np.arange(len(problem.choices))
-            likely.append(np.argsort([evaluate(row) for row in changed], kind="stable")[:PAIRED])
-        for one, other in itertools.combinations(range(len(plan)), 2):
-            for first, second in itertools.product(likely[one], likely[other]):
-                changed_plan = plan.copy()
-                changed_plan[one], changed_plan[other] = first, second
-                if (time_s := evaluate(changed_plan, found)) < found:
-                    plan, found = changed_plan, time_s
+        likely = [Change(unit, problem.evaluator.rank(plan, unit, PAIRED)) for unit in range(len(plan))]
+        for pair in itertools.combinations(likely, 2):
+            plan, found, _ = problem.evaluator.combine(plan, pair, found)
         if found >= before * (1 - ENOUGH):
             break
     return plan, found
