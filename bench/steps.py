@@ -94,9 +94,11 @@ def measure(make: Callable[[], nn.Module], device: torch.device, what: str, step
     if what.startswith("torch "):
         attach_torch(what.removeprefix("torch ").removeprefix("powersgd "))(model)
     elif what != "plain":
-        handle = gradzip.attach(model, optimizer, what)
+        handle = gradzip.attach(model, optimizer, gradzip.Plan.load(what) if what.endswith(".json") else what)
     times = []
     for step in range(warm + steps):
+        if handle is not None and what.endswith(".json") and step == warm and dist.get_rank() == 0:
+            handle.trace(what.replace(".json", "_trace.json"), steps=2)
         x = batch(inner, device, step)
         _wait(device)
         dist.barrier()
@@ -145,7 +147,7 @@ def _wait(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "mlp"), default="mlp")
-    parser.add_argument("--policies", default=OURS, help="gradzip's, separated by ;")
+    parser.add_argument("--policies", default=OURS, help="gradzip's, or plan.json files, separated by ;")
     parser.add_argument("--torch", default="bf16;powersgd 2;powersgd 4;powersgd 32", help="torch's own, separated by ;")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warm", type=int, default=4)
