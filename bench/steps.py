@@ -5,6 +5,7 @@
 
 Each row trains the same model on the same random batches for a few steps; times are medians over the steps of the
 slowest rank, in milliseconds. All replicas must have the same parameters in the end, or the row says how many differ.
+torch's own hooks run in processes of their own: one that hangs or crashes becomes a row that says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 
+sys.path.insert(0, str(Path(__file__).parent))
+import apart
+
 OURS = (
     "gcomp:mode=lossless;gcomp;gcomp:ulps=256;gcomp:keep=7;cast;powersgd:rank=2;powersgd:rank=4;powersgd:rank=32;"
     "topk:ratio=0.01;sign;onebit;qsgd:bits=8;terngrad;natural;randomk;randomblock;threshold;dgc"
 )
+
+COLUMNS = (
+    "what", "ranks", "median_ms", "least_ms", "ratio", "replicas_differing", "loss", "device", "network", "outcome",
+)  # fmt: skip
 
 
 class Gpt2(nn.Module):
@@ -85,7 +95,9 @@ def attach_torch(name: str) -> Callable[[DistributedDataParallel], None]:
     return attach
 
 
-def measure(make: Callable[[], nn.Module], device: torch.device, what: str, steps: int, warm: int) -> dict[str, object]:
+def measure(
+    make: Callable[[], nn.Module], device: torch.device, what: str, steps: int, warm: int, *, say: bool = False
+) -> dict[str, object]:
     torch.manual_seed(0)
     inner = make().to(device)
     model = DistributedDataParallel(inner, device_ids=[0] if device.type == "cuda" else None)
@@ -110,6 +122,8 @@ def measure(make: Callable[[], nn.Module], device: torch.device, what: str, step
         optimizer.step()
         _wait(device)
         times.append(time.perf_counter() - begin)
+        if say:
+            print(f"step {step + 1}", flush=True)
     slowest = torch.tensor(times[warm:], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=_cpu_group())
     bits = torch.stack([p.detach().view(torch.int32).to(torch.int64).sum() for p in model.parameters()]).cpu()
@@ -125,8 +139,22 @@ def measure(make: Callable[[], nn.Module], device: torch.device, what: str, step
     return {
         "what": what, "ranks": dist.get_world_size(), "median_ms": round(statistics.median(milliseconds), 2),
         "least_ms": round(min(milliseconds), 2), "ratio": round(ratio, 2), "replicas_differing": differing,
-        "loss": round(loss.item(), 4), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "loss": round(loss.item(), 4), "device": _name(device),
     }  # fmt: skip
+
+
+def measure_apart(what: str, device: torch.device, options: argparse.Namespace) -> dict[str, object]:
+    """The same in processes of its own, which may hang or crash."""
+    script = [__file__, "--model", options.model, "--steps", str(options.steps), "--warm", str(options.warm)]
+    row, outcome = apart.run([*script, "--only", what], options.silence, _cpu_group())
+    if not outcome:
+        return dict(json.loads(row))
+    blank = dict.fromkeys(("median_ms", "least_ms", "ratio", "replicas_differing", "loss"), "")
+    return {"what": what, "ranks": dist.get_world_size(), **blank, "device": _name(device), "outcome": outcome}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 _group: dist.ProcessGroup | None = None
@@ -151,6 +179,8 @@ def main() -> None:
     parser.add_argument("--torch", default="bf16;powersgd 2;powersgd 4;powersgd 32", help="torch's own, separated by ;")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--silence", type=float, default=60, help="seconds after which one of torch's hooks hangs")
+    parser.add_argument("--only", help="one row, which is printed for a program to read")
     parser.add_argument("--network", default="", help="what to call the network in the file")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
@@ -159,16 +189,25 @@ def main() -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     _cpu_group()
+    make = Gpt2 if cuda else Mlp
+    if options.only:
+        row = measure(make, device, options.only, options.steps, options.warm, say=True)
+        print(f"{apart.ROW}{json.dumps(row)}", flush=True)
+        dist.destroy_process_group()
+        return
     hooks = [f"torch {name}" for name in options.torch.split(";") if name]
     for what in ["plain", *hooks, *[p for p in options.policies.split(";") if p]]:
-        row = measure(Gpt2 if cuda else Mlp, device, what, options.steps, options.warm)
-        row["network"] = options.network
+        if what in hooks:
+            row = measure_apart(what, device, options)
+        else:
+            row = measure(make, device, what, options.steps, options.warm)
+        row = {**row, "network": options.network, "outcome": row.get("outcome", "trained")}
         if dist.get_rank() == 0:
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             if options.csv:
                 new = not options.csv.exists()
                 with options.csv.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, list(row))
+                    writer = csv.DictWriter(file, COLUMNS)
                     if new:
                         writer.writeheader()
                     writer.writerow(row)
