@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -53,39 +54,40 @@ def _run(arguments: list[str], silence_s: float, port: str) -> End:
     environment = {**os.environ, "MASTER_PORT": port}
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # its store is that of the ranks themselves
     begin = time.monotonic()
-    process = subprocess.Popen(
+    said: list[str] = []
+    row, outcome = "", ""
+    with subprocess.Popen(
         [sys.executable, "-u", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    assert process.stdout is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in process.stdout:
-            lines.put(line.strip())
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    said: list[str] = []
-    row, outcome = "", ""
-    try:
-        while (line := lines.get(timeout=silence_s)) is not None:
-            if line.startswith(ROW):
-                row = line.removeprefix(ROW)
-            elif line:
-                said.append(line)
-    except queue.Empty:
-        outcome = f"hangs: silent for {silence_s:.0f} s after {_last(said, 'step')}"
-        process.kill()
-    code = process.wait()
+    ) as process:
+        lines: queue.Queue[str | None] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines))
+        reader.start()
+        try:
+            while (line := lines.get(timeout=silence_s)) is not None:
+                if line.startswith(ROW):
+                    row = line.removeprefix(ROW)
+                elif line:
+                    said.append(line)
+        except queue.Empty:
+            outcome = f"hangs: silent for {silence_s:.0f} s after {_last(said, 'step')}"
+            process.kill()
+        code = process.wait()
+        reader.join()
     if code and not outcome:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         outcome = f"crashes after {_last(said, 'step')} ({how}): {_last(said, 'rror', 'what():', 'nforce')}"
     return End(time.monotonic() - begin, outcome, row)
+
+
+def _read(stream: TextIO, lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line.strip())
+    lines.put(None)
 
 
 def _last(said: list[str], *words: str) -> str:

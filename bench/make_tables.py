@@ -11,8 +11,8 @@
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
-behind it, the first rows of one at 100 Mbit/s (`--steps 2 --warm 1`), which was stopped; torch's PowerSGD at 1 Gbit/s is
-from a run of its own (`--torch 'bf16;powersgd 2;powersgd 4;powersgd 32' --policies '' --steps 3 --warm 3 --silence 40`).
+behind it, the first rows of one at 100 Mbit/s (`--steps 2 --warm 1`), which was stopped; torch's PowerSGD at 1 Gbit/s
+is from a run with `--policies '' --steps 3 --warm 3 --silence 40`.
 """
 
 from __future__ import annotations
