@@ -22,7 +22,7 @@ from . import checks
 from .codecs import Codec, Context
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
-from .collectives.coder import finite
+from .collectives.coder import all_finite
 from .engines.layout import Floor
 from .feedback import Memory
 from .refresh import SharedBook
@@ -90,8 +90,7 @@ class Backward:
         self._complete = threading.Event()  # all messages are through
         self._comparison: checks.Comparison | None = None
         self._last_came: float | None = None
-        # The mean over one rank is what it has: nothing is coded, lost or sent.
-        self.alone = self.channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
+        self.alone = is_alone(self.channel)
         self.check &= not self.alone
         self._idle = self.alone and not self.learns and not self.memory.residuals and not self._transforms()
         self._elsewhere: Elsewhere | None = None
@@ -192,7 +191,7 @@ class Backward:
                 if total is not gradient:
                     gradient.copy_(total)
                 self.memory.lost(name, None)
-                self.totals.finite &= finite(gradient)
+                self.totals.finite &= all_finite([gradient])
         return left
 
     def _plain_words(self, named: list[tuple[str, torch.Tensor]]) -> str:
@@ -314,6 +313,11 @@ class Backward:
             self._elsewhere.end()
         for ticket in list(self._tickets):
             _give(ticket, error)
+
+
+def is_alone(channel: Channel) -> bool:
+    """The mean over one rank is what it has: nothing is coded, lost or sent."""
+    return channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
 
 
 def shares_book(codec: Codec) -> TypeGuard[GComp]:

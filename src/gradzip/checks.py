@@ -11,7 +11,7 @@ from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Step
 from .engines.layout import Floor
 from .errors import PeerError
 
-_SAMPLED = 61  # every 61st value is looked at in a step, another one in the next
+_SAMPLED = 1024  # values of each tensor that are looked at in a step, others in the next
 
 
 class Comparison:
@@ -128,14 +128,33 @@ def bit_sum(x: torch.Tensor) -> int:
 
 
 def _floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tensor:
-    """A number for each, from a sample of its values; fetched from the device in one go."""
-    start, sums = step % _SAMPLED, []
-    for floor in floors:
-        if isinstance(floor, torch.Tensor):
-            sums.append(floor.view(-1)[start::_SAMPLED].sum(dtype=torch.int64))
-            continue
-        total = floor.theta.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64)
-        if floor.second is not None:
-            total = total + 2 * floor.second.detach().view(torch.int32)[start::_SAMPLED].sum(dtype=torch.int64)
-        sums.append(total + (floor.c0 * 31 + floor.c1) * 31 + floor.c2)
-    return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+    """A number for each, from a sample of its values: a few operations for all of them, and one transfer."""
+    totals = [0] * len(floors)
+    alike: dict[tuple[torch.dtype, int], list[tuple[int, int, torch.Tensor]]] = {}
+    for place, floor in enumerate(floors):
+        tensors: Sequence[torch.Tensor | None]
+        if isinstance(floor, Floor):
+            totals[place] = (floor.c0 * 31 + floor.c1) * 31 + floor.c2
+            tensors = floor.theta, floor.second
+        else:
+            tensors = (floor.view(-1),)
+        for weight, x in enumerate(tensors, start=1):
+            if x is not None:
+                sample = _sample(x, step)
+                alike.setdefault((x.dtype, sample.numel()), []).append((place, weight, sample))
+    sums = []
+    for (dtype, _), samples in alike.items():
+        rows = torch.stack([sample for _, _, sample in samples])
+        sums.append((rows if dtype == torch.int8 else rows.view(torch.int32)).sum(1, dtype=torch.int64))
+    found = torch.cat(sums).tolist() if sums else []
+    for (place, weight, _), number in zip((entry for samples in alike.values() for entry in samples), found):
+        totals[place] += weight * number
+    return torch.tensor(totals, dtype=torch.int64)
+
+
+def _sample(flat: torch.Tensor, step: int) -> torch.Tensor:
+    """Every n-th value; it starts elsewhere in each step, so that all of them are seen in the end. A view."""
+    count = min(flat.numel(), _SAMPLED)
+    stride = flat.numel() // max(count, 1)
+    room = flat.numel() - (count - 1) * stride if count else 1
+    return flat.as_strided((count,), (stride,), flat.storage_offset() + step % room)

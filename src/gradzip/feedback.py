@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Memory:
         self._spares: dict[str, torch.Tensor] = {}  # room for the next residuals: those of the step before last
         self._wants_room: set[str] = set()
         self._next_states: dict[str, dict[str, Any]] = {}
+        self._has_folded = False  # whether there may be residuals of sums to go with the gradient
 
     # -- residuals ----------------------------------------------------------------------------------------------
 
@@ -68,6 +69,24 @@ class Memory:
             flat[int(start) : int(stop)] += _at_work(self._residuals[key], x) * scale
         return total
 
+    def compensated_all(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], scale: float = 1.0
+    ) -> list[torch.Tensor]:
+        """`compensated` for many gradients at once: in place where they are in the type of sums."""
+        simple = not self.patient and not self._has_folded and is_exact(scale)
+        result, changed, added = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+        for name, x in zip(names, tensors):
+            residual = self._residuals.get(f"{GRADIENT}/{name}")
+            if simple and residual is not None and residual.dtype == x.dtype == torch.float32:
+                changed.append(x)
+                added.append(_at_work(residual, x))
+                result.append(x)
+            else:
+                result.append(self.compensated(name, x, scale))
+        if changed:
+            torch._foreach_add_(changed, added, alpha=scale)
+        return result
+
     def compensate(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """`compensated` in place, for x in the type of sums."""
         residual = self._residuals.get(f"{stage}/{name}")
@@ -76,9 +95,8 @@ class Memory:
             if total is not x:
                 x.copy_(total)
             return
-        # The product with a power of two is exact, so that one rounding less makes no difference.
-        exact = abs(math.frexp(scale)[0]) == 0.5
-        x.add_(_at_work(residual, x), alpha=scale) if exact else x.add_(_at_work(residual, x) * scale)
+        at_work = _at_work(residual, x)
+        x.add_(at_work, alpha=scale) if is_exact(scale) else x.add_(at_work * scale)
 
     def room(self, name: str, x: torch.Tensor, stage: str = GRADIENT) -> torch.Tensor:
         """Memory for what will be lost of x, flat and in the order of x's values in memory; `keep` takes it."""
@@ -91,6 +109,15 @@ class Memory:
     def lost(self, name: str, residual: torch.Tensor | None, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """Notes what this step's encode lost; None: everything got through, also what was lost before."""
         self.keep(name, None if residual is None else wide(residual) / scale, stage)
+
+    def lost_all(self, names: Sequence[str], residuals: Sequence[torch.Tensor | None], scale: float = 1.0) -> None:
+        """`lost` for many gradients at once, of residuals in the type of sums that the caller gives away."""
+        if scale != 1:
+            given = [residual for residual in residuals if residual is not None]
+            if given:
+                torch._foreach_div_(given, scale)
+        for name, residual in zip(names, residuals):
+            self.keep(name, residual)
 
     def keep(self, name: str, residual: torch.Tensor | None, stage: str = GRADIENT) -> None:
         """The same for a residual without scale, which the caller gives away."""
@@ -119,10 +146,13 @@ class Memory:
         """Puts what was lost of sums back to this rank's gradients: the sum is the same, whatever route they take."""
         for key in [key for key in self._residuals if key.startswith("sum")]:
             self._residuals[f"{_FOLDED}{key}"] = self._residuals.pop(key)
+            self._has_folded = True
         self._spares.clear()
         self._wants_room.clear()
 
     def _folded(self, name: str) -> list[str]:
+        if not self._has_folded:
+            return []
         return [key for key in self._residuals if key.startswith(_FOLDED) and key.partition("/")[2] == name]
 
     # -- codec state --------------------------------------------------------------------------------------------
@@ -214,11 +244,17 @@ class Memory:
             )
         self.drop()
         self._residuals, self._states = residuals, states
+        self._has_folded = any(key.startswith(_FOLDED) for key in residuals)
 
 
 def _at_work(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A residual where and in what it is added to x."""
     return wide(residual.to(x.device, non_blocking=True))
+
+
+def is_exact(scale: float) -> bool:
+    """Whether products with it are exact, as with powers of two: then one rounding less makes no difference."""
+    return abs(math.frexp(scale)[0]) == 0.5
 
 
 def _whole(name: str) -> str:

@@ -18,9 +18,10 @@ Matrices of equal shape go through each operation together: a model has hundreds
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 import torch
@@ -82,9 +83,10 @@ class PowerSGD(Lossy):
             self._step(batches, average)
         results = {i: Reduced(mean, None) for i, mean in zip(whole, means)}
         for batch in batches:
-            for place, i in enumerate(batch.places):
-                lost = None if batch.residual is None else batch.residual[place].view(tensors[i].shape)
-                results[i] = Reduced(batch.mean[place].view(tensors[i].shape), lost)
+            lost = [None] * len(batch.places) if batch.residual is None else batch.residual.unbind()
+            for i, mean, residual in zip(batch.places, batch.mean.unbind(), lost):
+                shape = tensors[i].shape
+                results[i] = Reduced(mean.view(shape), None if residual is None else residual.view(shape))
         return [results[i] for i in range(len(tensors))]
 
     def _batches(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[_Batch]:
@@ -97,24 +99,25 @@ class PowerSGD(Lossy):
         batches = []
         for (*_, half), places in groups.items():
             matrices = [wide(tensors[i]).reshape(_matrix(tensors[i].shape)) for i in places]
-            together = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
+            own = len(matrices) > 1 or self.error_memory is not None  # what is left of them will be the residual
+            together = torch.stack(matrices) if own else matrices[0].unsqueeze(0)
             batches.append(_Batch(places, together, bool(half), [contexts[i] for i in places]))
         return batches
 
     def _step(self, batches: list[_Batch], average: Average) -> None:
-        start = [self._start(b, "q") for b in batches]
+        start = self._starts(batches)
         left = _orthonormal(_averaged([b.matrices @ q for b, q in zip(batches, start)], average))
         own = [b.matrices.mT @ p for b, p in zip(batches, left)]
         for batch, p, q_own, q in zip(batches, left, own, _averaged(own, average)):
             batch.mean = p @ q.mT
             self._keep_residual(batch, p, q_own)
-            for place, ctx in enumerate(batch.contexts):
+            for ctx, factor in zip(batch.contexts, q.unbind()):
                 ctx.state.pop("p", None)
                 ctx.state.pop("half", None)
-                ctx.state["q"] = q[place]
+                ctx.state["q"] = factor
 
     def _half_step(self, batches: list[_Batch], plain: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
-        basis = _orthonormal([self._start(b, "p" if b.half else "q") for b in batches])
+        basis = _orthonormal(self._starts(batches))
         turned = [b.matrices.mT if b.half else b.matrices for b in batches]
         own = [m @ q for m, q in zip(turned, basis)]
         averaged = _averaged([*plain, *own], average)
@@ -122,28 +125,34 @@ class PowerSGD(Lossy):
             batch.mean = q @ p.mT if batch.half else p @ q.mT
             self._keep_residual(batch, *((q, p_own) if batch.half else (p_own, q)))
             new, old = ("q", "p") if batch.half else ("p", "q")
-            for place, ctx in enumerate(batch.contexts):
-                ctx.state[new], ctx.state[old] = p[place], q[place]
+            for ctx, renewed, kept in zip(batch.contexts, p.unbind(), q.unbind()):
+                ctx.state[new], ctx.state[old] = renewed, kept
                 ctx.state["half"] = int(not batch.half)
         return averaged[: len(plain)]
 
     def _keep_residual(self, batch: _Batch, left: torch.Tensor, right: torch.Tensor) -> None:
         if self.error_memory is not None:
-            batch.residual = torch.baddbmm(batch.matrices, left, right.mT, alpha=-1)
+            batch.residual = batch.matrices.baddbmm_(left, right.mT, alpha=-1)
 
-    def _start(self, batch: _Batch, factor: str) -> torch.Tensor:
-        """The factor to start from, columns scaled to length 1: the last step's, random where there is none.
+    def _starts(self, batches: list[_Batch]) -> list[torch.Tensor]:
+        """The factors to start from, columns scaled to length 1: the last step's, random where there is none.
 
         Columns are added or dropped where the rank has changed. A column of zeros would stay zero for ever, so it
-        is drawn anew.
+        is drawn anew. Factors of one size are looked at together, of whatever matrices they are.
         """
-        size = batch.matrices.shape[1 if factor == "p" else 2]
-        fresh = _random(size, self.rank, batch.contexts[0].seed, batch.matrices.device).to(batch.matrices.dtype)
-        last = [ctx.state.get(factor) for ctx in batch.contexts]
-        start = torch.stack([fresh if q is None else _columns(q, fresh) for q in last])
-        start = torch.where((start == 0).all(1, keepdim=True), fresh, start)
-        length: torch.Tensor = torch.linalg.vector_norm(start, dim=1, keepdim=True)
-        return start / length.clamp(min=torch.finfo(start.dtype).tiny)
+        alike: dict[tuple[int, torch.dtype], list[int]] = {}
+        for number, batch in enumerate(batches):
+            alike.setdefault((batch.matrices.shape[1 if batch.half else 2], batch.matrices.dtype), []).append(number)
+        starts: dict[int, torch.Tensor] = {}
+        for (size, dtype), numbers in alike.items():
+            contexts = [(ctx, batches[i].half) for i in numbers for ctx in batches[i].contexts]
+            fresh = _random(size, self.rank, contexts[0][0].seed, batches[numbers[0]].matrices.device).to(dtype)
+            last = [ctx.state.get("p" if half else "q") for ctx, half in contexts]
+            start = torch.stack([fresh if q is None else _columns(q, fresh) for q in last])
+            length: torch.Tensor = torch.linalg.vector_norm(start, dim=1, keepdim=True)
+            start = torch.where(length == 0, fresh, start / length)
+            starts |= zip(numbers, start.split_with_sizes([len(batches[i].contexts) for i in numbers]))
+        return [starts[i] for i in range(len(batches))]
 
 
 class _Batch:
@@ -169,7 +178,9 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def _random(size: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """Where all ranks start from: the same for all matrices with as many columns, which do not meet anyway."""
-    return uniform(key_of(seed, 0, f"powersgd {size}"), (size, rank), device)
+    drawn = uniform(key_of(seed, 0, f"powersgd {size}"), (size, rank), torch.device("cpu"))
+    length: torch.Tensor = torch.linalg.vector_norm(drawn, dim=0)
+    return (drawn / length).to(device)
 
 
 def _columns(last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -204,16 +215,32 @@ def _orthonormal(batches: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not batches:
         return []
+    load(batches[0].device)
     columns = [p.double() for p in batches]
+    identity = torch.eye(columns[0].shape[2], dtype=torch.float64, device=batches[0].device)
     for least in (0.0, _LOST):
         gram = torch.cat([p.mT @ p for p in columns])
-        length = gram.diagonal(dim1=1, dim2=2).sqrt()
-        scale = torch.where(length > least, 1 / length, 0)
-        identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        normal = scale[:, :, None] * gram * scale[:, None, :] + _SHIFT * identity
+        square = gram.diagonal(dim1=1, dim2=2)
+        scale = torch.where(square > least * least, square.rsqrt(), 0)  # columns of zeros stay what they are
+        normal = torch.addcmul(_SHIFT * identity, gram, scale[:, :, None] * scale[:, None, :])
         lower = torch.linalg.cholesky_ex(normal)[0]
-        lower = torch.where((scale == 0)[:, :, None], identity, lower)  # nothing depends on a column of zeros
         inverse = torch.linalg.solve_triangular(lower.mT, identity.expand_as(lower), upper=True)
         change = scale[:, :, None] * inverse
-        columns = [p @ r for p, r in zip(columns, change.split([len(p) for p in columns]))]
+        columns = [p @ r for p, r in zip(columns, change.split_with_sizes([len(p) for p in columns]))]
     return [p.to(b.dtype) for p, b in zip(columns, batches)]
+
+
+_loading = threading.Lock()
+
+
+def load(device: torch.device) -> None:
+    """Has torch load its linear algebra for a GPU. Where two threads are the first to use it, it raises."""
+    with _loading:
+        _load(device)
+
+
+@cache
+def _load(device: torch.device) -> None:
+    if device.type == "cuda":
+        one = torch.ones(1, 1, dtype=torch.float64, device=device)
+        torch.linalg.solve_triangular(torch.linalg.cholesky_ex(one)[0], one, upper=True)

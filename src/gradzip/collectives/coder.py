@@ -137,13 +137,12 @@ class TensorCoder:
         return [self._inputs[p.tensor][p.start : p.stop] for p in layout]
 
     def store(self, layout: Layout, mean: torch.Tensor) -> None:
-        means = mean.split_with_sizes([piece.numel for piece in layout])
-        targets = self.targets(layout)
-        if targets is not None:
-            torch._foreach_copy_(targets, list(means))
-            return
-        for piece, values in zip(layout, means):
-            self._write(piece, values)
+        flats = [self._flat[p.tensor][p.start : p.stop] for p in layout]
+        torch._foreach_copy_(flats, list(mean.split_with_sizes([p.numel for p in layout])))
+        for piece in layout:
+            flat, tensor = self._flat[piece.tensor], self.tensors[piece.tensor]
+            if flat.data_ptr() != tensor.data_ptr() and piece.stop == flat.numel():
+                tensor.copy_(unflatten(flat, tensor))  # pieces of a tensor are stored in order
 
     def targets(self, layout: Layout) -> list[torch.Tensor] | None:
         flats = [self._flat[p.tensor] for p in layout]
@@ -475,17 +474,19 @@ def _moved(floor: torch.Tensor | Floor, device: torch.device) -> torch.Tensor | 
     return dataclasses.replace(floor, theta=floor.theta.to(device), second=second)
 
 
-def finite(x: torch.Tensor) -> bool:
-    """A sum is NaN or infinite if one of its terms is, and takes a quarter of the time of looking at each."""
-    return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) or bool(x.isfinite().all())
-
-
 def all_finite(xs: Sequence[torch.Tensor]) -> bool:
-    """The same of several tensors, which a GPU is asked about but once."""
-    if len(xs) == 1 or xs[0].device.type == "cpu":
-        return all(map(finite, xs))
-    norms = torch.stack(torch._foreach_norm([x for x in xs if x.numel()], 1, torch.float32))
-    return bool(norms.isfinite().all()) or all(map(finite, xs))
+    """A sum is NaN or infinite if one of its terms is, and takes a quarter of the time of looking at each.
+
+    The device is asked but once for all of them.
+    """
+    xs = [x for x in xs if x.numel()]
+    if not xs:
+        return True
+    if xs[0].device.type == "cpu":
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs]
+    else:
+        sums = list(torch._foreach_norm(xs, 1, torch.float32))
+    return bool(torch.stack(sums).isfinite().all()) or all(bool(x.isfinite().all()) for x in xs)
 
 
 def _filled(leaf: Layout) -> list[Piece]:

@@ -63,15 +63,17 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     uncut = smallest if part <= PART else 2 * smallest
     result: list[Layout] = []
     open_chunk: list[Piece] = []
+    filled = 0
     for number, size in enumerate(sizes):
         if cuttable and size > uncut:
             count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
             result += [(Piece(number, a, b),) for a, b in _with_short_ends(size, count)]
             continue
         open_chunk.append(Piece(number, 0, size))
-        if sum(piece.numel for piece in open_chunk) >= largest:
+        filled += size
+        if filled >= largest:
             result.append(tuple(open_chunk))
-            open_chunk = []
+            open_chunk, filled = [], 0
     if open_chunk:
         result.append(tuple(open_chunk))
     return result

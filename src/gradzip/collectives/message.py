@@ -26,7 +26,7 @@ from ..feedback import Memory
 from ..routes import NAMED, Route
 from .blobs import Blob
 from .channel import Channel
-from .coder import TensorCoder, cuttable, finite, flatten, unflatten
+from .coder import TensorCoder, all_finite, cuttable, flatten, unflatten
 from .executor import Executor
 from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
 from .pipeline import Agreement, Job
@@ -261,14 +261,14 @@ def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, ou
         numbers.copy_(mean)
     for tensor, ctx, frame in zip(message.tensors, message.contexts, frames):
         tensor.copy_(unflatten(message.codec.decode(frame, ctx), tensor))
-    outcome.finite, outcome.collectives = all(map(finite, message.tensors)), 1
+    outcome.finite, outcome.collectives = all_finite(message.tensors), 1
 
 
 def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
     """The codec calls for averages and waits for them; other messages go on in other stages."""
     _wait_for(message.ready)
     names = [ctx.name for ctx in message.contexts]
-    inputs = [message.memory.compensated(n, t, message.scale) for n, t in zip(names, message.tensors)]
+    inputs = message.memory.compensated_all(names, message.tensors, message.scale)
 
     def average(flat: torch.Tensor) -> None:
         plain = _Plain(flat.view(-1))
@@ -283,10 +283,10 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
         job.first_exchange += 4
         outcome.collectives += 1
 
-    for name, tensor, result in zip(names, message.tensors, message.codec.reduce(inputs, message.contexts, average)):
-        message.memory.lost(name, result.residual, message.scale)
-        tensor.copy_(result.mean)
-    outcome.finite = all(map(finite, message.tensors))
+    results = message.codec.reduce(inputs, message.contexts, average)
+    message.memory.lost_all(names, [result.residual for result in results], message.scale)
+    torch._foreach_copy_(message.tensors, [result.mean for result in results])
+    outcome.finite = all_finite(message.tensors)
     yield from ()
 
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
-from ..backward import PLAIN, Backward, Future, Way
+from ..backward import PLAIN, Backward, Future, Way, is_alone
 from ..codecs import Codec
-from ..collectives.coder import finite
+from ..collectives.coder import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
 from ..option import Option
@@ -306,7 +306,7 @@ class Handle:
         if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
             report.say(report.in_steps(self.stats()))
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        ways = self._ways.of(self._policy, scale)
+        ways = self._ways.of(self._policy, scale, floors=not is_alone(self._channel))
         if ways is not self._scheme.ways:
             self._scheme = _Scheme(ways)
         plain = self._scheme.plain and not self._memory.residuals
@@ -412,7 +412,9 @@ class Handle:
 
     def _teach(self, policy: Adaptive, ended: Backward) -> None:
         """Shows a policy the means of a step that all ranks took, and will take."""
-        if ended.one_has_joined() or not ended.totals.finite or not all(finite(mean) for _, mean in ended.results):
+        if ended.one_has_joined() or not ended.totals.finite:
+            return
+        if not all_finite([mean for _, mean in ended.results]):
             return
         for name, mean in ended.results:
             policy.observe(name, mean, ended.scale)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import sensitivity
 from ..backward import Way
-from ..codecs import Codec, parse
+from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
 from ..collectives import Topology, flatten, route_of
 from ..engines.layout import Floor
@@ -83,8 +83,11 @@ class Ways:
                     )
         self.of(policy, 1.0)
 
-    def of(self, policy: Policy, scale: float, read: Read = fetch) -> dict[str, Way]:
-        """By parameter name. `scale` is the loss scale that gradients carry; `read` fetches numbers from the device."""
+    def of(self, policy: Policy, scale: float, read: Read = fetch, floors: bool = True) -> dict[str, Way]:
+        """By parameter name. `scale` is the loss scale that gradients carry; `read` fetches numbers from the device.
+
+        Without `floors` those of the last time are left where they are: where nothing is sent, nobody asks for them.
+        """
         # DDP hands out a parameter that was frozen later as well, without a gradient.
         trained = [parameter.requires_grad for parameter in self._names]
         if policy is not self._policy or type(policy) not in _CONSTANT or trained != self._trained:
@@ -95,10 +98,10 @@ class Ways:
                 self._last = self._chosen.ways
             self._policy, self._options, self._trained = policy, options, trained
         changed = {}
-        for codec, graded in self._chosen.graded.items():
-            floors = self._floors(codec, scale, graded, read)
+        for codec, graded in self._chosen.graded.items() if floors else ():
+            found = self._floors(codec, scale, graded, read)
             for parameter, (name, way, exact) in graded.items():
-                floor = floors.get(parameter)
+                floor = found.get(parameter)
                 if floor is None:
                     if self._last[name] is not exact:
                         changed[name] = exact
@@ -114,6 +117,8 @@ class Ways:
             if option.device == "gpu" and self._device.type == "cpu":
                 raise Unsupported(f"{name!r} is on the CPU: {option} would have it coded on a GPU")
             codec = parse(option.codec)
+            if codec.rounds > 1:
+                lowrank.load(self._device)  # here, on the user's thread, which may want it as well
             way = chosen.ways[name] = self._way(codec, option, parameter)
             if isinstance(codec, GComp) and codec.mode in ("near", "paper"):
                 exact = self._way(GComp(mode="lossless", limit=codec.limit, book=codec.book), option, parameter)

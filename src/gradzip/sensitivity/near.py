@@ -141,6 +141,8 @@ def _constants(bound: Bound, allowance: float) -> _Constants | None:
 
 def memory_order(p: torch.Tensor) -> list[int]:
     """The dimensions from the slowest to the fastest in memory; row-major where the tensor has gaps or overlaps."""
+    if p.is_contiguous():
+        return list(range(p.dim()))
     order = sorted(range(p.dim()), key=p.stride, reverse=True)
     return order if p.permute(order).is_contiguous() else list(range(p.dim()))
 
