@@ -194,7 +194,7 @@ def test_what_is_assumed_is_said() -> None:
 def test_ranks_that_share_cores_code_slower_and_say_so() -> None:
     alone, shared = network(), network(cores_per_rank=0.25)
     times = [seconds(net, "alltoall", "cast", MB) for net in (alone, shared)]
-    assert times[1]["enc.cpu"] == pytest.approx(4 * times[0]["enc.cpu"])
+    assert times[1]["enc.cpu"] == pytest.approx(4 * 1.75 * times[0]["enc.cpu"])
     assert times[1]["a2a.flat"] == times[0]["a2a.flat"]
     assert any("0.25 of a processor core" in text for text in shared.assumptions)
     assert alone.assumptions == []
@@ -206,6 +206,6 @@ def test_sockets_take_their_part_of_the_processor() -> None:
     for rate in (1e8, 1e10):
         net = network(rate=rate, collectives=worked, cores_per_rank=0.5, chunk_s=1e-3)
         sockets = seconds(net, "allgather", "cast", MB)["sockets"]
-        assert sockets == pytest.approx((1e-3 / 2 + 2e-9 * (MB / 2 + 32)) / 0.5, rel=1e-3)
+        assert sockets == pytest.approx(1.5 * (1e-3 / 2 + 2e-9 * (MB / 2 + 32)) / 0.5, rel=1e-3)
         busy, _ = Pricing(net).ddp(MB)
         assert busy == pytest.approx(max(1.5 * 8 / rate, 2e-9 / 0.5) * MB, rel=1e-3)

@@ -2,6 +2,8 @@
 
     python experiments/prediction/run.py               about ten minutes; writes results.csv and the table of README.md
     python experiments/prediction/run.py --models vgg --rates 1gbit --out /tmp/some.csv      a part of it
+    python experiments/prediction/run.py --errors      runs nothing: today's model against what was measured, for the
+                                                       plans that do not depend on it
 
 1. `gradzip profile` of each model on 4 hosts at 1 Gbit/s, and only there.
 2. From these profiles: the step of each plan at each rate, and the planner's own choice.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import statistics
 import sys
@@ -145,6 +148,26 @@ def summary(rows: list[dict[str, str]]) -> list[str]:
     return lines
 
 
+def errors(rows: list[dict[str, str]]) -> list[str]:
+    """What the model says now, from the profiles that are kept, beside what was measured then."""
+    found: dict[str, list[float]] = {rate: [] for rate in RATES}
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model, profile in profiles(sorted({r["model"] for r in rows}), Path(folder), again=True).items():
+            for rate in RATES:
+                topology = Topology(HOSTS, 1, float(emulate.parse_rate(rate)))
+                predicted = predictions(profile, topology, Path(folder))
+                for row in rows:
+                    if (row["model"], row["rate"]) == (model, rate) and row["plan"] in ("plain", *FIXED):
+                        error = predicted[row["plan"]][0] / float(row["measured_s"]) - 1
+                        found[rate].append(abs(error))
+                        lines.append(f"{model} {rate} {row['plan']}: {100 * error:+.1f} %")
+    found["all"] = list(itertools.chain(*found.values()))
+    for rate, those in found.items():
+        lines.append(f"{rate}: median {100 * statistics.median(those):.1f} %, worst {100 * max(those):.1f} %")
+    return lines
+
+
 def read(path: Path = HERE / "results.csv") -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
@@ -171,7 +194,10 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=HERE / "results.csv")
     parser.add_argument("--again", action="store_true", help="with the profiles that are there")
     parser.add_argument("--tables", action="store_true", help="only the table of README.md")
+    parser.add_argument("--errors", action="store_true", help="only what the model says now of what was measured")
     args = parser.parse_args()
+    if args.errors:
+        raise SystemExit(print(*errors(read(args.out)), sep="\n"))
     if not args.tables:
         main(args.models, args.rates, args.out, args.again)
     print(*summary(read(args.out)), sep="\n")

@@ -80,13 +80,12 @@ class Answer:
 
     @property
     def crowding(self) -> float:
-        """Where ranks share cores: the part of a step in which the exchange keeps this rank's share of them busy.
+        """Where ranks share cores: the part of a step by which the work of the exchange may take longer than it should.
 
-        Threads that wait for a core overlap less than the timeline believes. A plan has to pay even if they did not
-        overlap at all (experiments/prediction).
+        How long threads wait for a core is the least certain thing here: a plan has to pay even at the worst that was
+        seen (experiments/prediction).
         """
-        shared = self.problem.network.cores < 1
-        return self.timeline.busy_s(CPU) / self.step_s if shared else 0.0
+        return self.timeline.busy_s(CPU) * self.problem.network.doubt / self.step_s
 
     def speedup_over(self, name: str) -> float | None:
         times = [b.step_s for b in self.baselines if b.name.startswith(name)]

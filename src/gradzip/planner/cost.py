@@ -55,8 +55,8 @@ class Pricing:
         cost = self.network.cost("ar", "flat")
         if self.network.profile.transport != "host":
             return cost.latency_s + cost.s_per_byte * size_bytes, 0.0
-        busy = cost.cpu_s_per_byte / self.network.cores
-        return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.cores)
+        busy = cost.cpu_s_per_byte / self.network.share  # a single thread, for which no other one waits
+        return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.share)
 
     def coded(self, route: Route, codec: CodecCost) -> list[Priced]:
         return _Walk(self, codec).take(route)

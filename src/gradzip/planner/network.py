@@ -22,6 +22,9 @@ from .profile import Collective, Line, Link, Profile
 from .timeline import INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT
 
 BITS = 8
+# How much longer work takes where a rank has no core at all than its share of one would tell. With half a core it took
+# 1.5 to 1.6 times as long at the rate that was profiled, at most twice as long at another (experiments/prediction).
+WAITING, MOST_WAITING = 1.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,8 @@ class Network:
             if needed and link not in self._here:
                 where = "between hosts" if link == "inter" else "inside a host"
                 raise PlanError(f"the profile knows no link {where}: give its rate with --{link}, for example 100gbit")
-        if self.cores < 1:
-            self._assume(f"a rank has {self.cores:.2g} of a processor core, as where it was measured")
+        if self.share < 1:
+            self._assume(f"a rank has {self.share:.2g} of a processor core, as where it was measured")
         self._cache: dict[tuple[str, str, int], Cost] = {}
 
     def cost(self, kind: str, group: str, active: int = 1) -> Cost:
@@ -123,7 +126,20 @@ class Network:
 
     @property
     def cores(self) -> float:
-        """The part of a core that a rank has for one thread, when all ranks of its machine are at work."""
+        """What a rank's work gets of a core when all ranks of its machine are at work: less than its share of it.
+
+        Threads that wait for a core hold up others, on all ranks, that wait for them.
+        """
+        return self.share / (1 + WAITING * (1 - self.share))
+
+    @property
+    def doubt(self) -> float:
+        """By how much longer a rank's work may take than that, relative: nothing where it has a core for itself."""
+        return (1 + MOST_WAITING * (1 - self.share)) / (1 + WAITING * (1 - self.share)) - 1
+
+    @property
+    def share(self) -> float:
+        """The part of a core that a thread gets when all ranks of its machine are at work."""
         return min(1.0, self.profile.cores_per_rank or 1.0)
 
     def _find(self, kind: str, group: str) -> Collective:
