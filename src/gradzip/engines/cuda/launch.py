@@ -16,16 +16,18 @@ from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, s
 from . import driver, wait
 from .workspace import MOST_SMALL, MOST_TENSORS, Prepared, Workspace
 
-WARPS = 4  # blocks that a group of threads codes together
+WARPS = 4  # blocks that a group of threads decodes together
+FEW_WARPS = 2  # of a group of encode_fixed where all blocks run at once: small groups spread better
 FIXED_ROOM = 256 * 4 + 1728  # bytes of shared memory per warp of encode_fixed, besides the block itself
 LANE_ROOM = 256 * 4 + 2048  # bytes of shared memory of encode_lanes
 LANE_GROUPS = 32  # of encode_lanes per multiprocessor, as many as it takes
-SMALL_BLOCKS = 512  # up to so many blocks a group of threads encodes each
+SMALL_BLOCKS = 512  # up to so many blocks a group of threads encodes each...
+SMALL_ENCODERS = 4  # ...with so many groups per multiprocessor
 SMALL_DECODED_BLOCKS = 4096  # up to so many blocks such a group decodes several...
 SMALL_DECODED = 4  # ...these
 SMALL_DECODERS = 3  # such groups per multiprocessor, for 25 MiB at once
 SMALL_THREADS = 256
-FIXED_CELLS = 2 * BLOCK + BLOCK // 16  # bytes of shared memory per block of small_decode: exponents, bits, counts
+FIXED_CELLS = 2 * BLOCK  # bytes of shared memory per block of small_decode
 LANE_CELLS = 4 * BLOCK
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_PREPARED = 512  # launches that are kept for the next time
@@ -178,7 +180,7 @@ def _plan_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep
 
 @cache
 def _encode_kernel(
-    on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool
+    on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool, few: bool
 ) -> _Kernel:
     if coding != FIXED:
         name = f"encode_lanes<{_CODINGS[coding]}, {floor}>"
@@ -186,7 +188,7 @@ def _encode_kernel(
     halves = keep is not None and keep <= 7  # what is left of values fits into 16 bits
     stored = torch.bfloat16 if halves else dtype
     room = BLOCK * FLOATS[stored].item_bytes + FIXED_ROOM
-    warps = on.warps(room)
+    warps = FEW_WARPS if few else on.warps(room)
     rounding = "kAsIs" if keep is None else "kToBFloat16" if keep == 7 and not truncate else "kRounded"
     name = f"encode_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {rounding}, {warps}>"
     return _Kernel(name, warps, on.load(name, 32 * warps, warps * room))
@@ -206,7 +208,7 @@ def _small_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, kee
     else:
         stored = torch.bfloat16 if keep is not None and keep <= 7 else dtype
         name = f"small_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {'kAsIs' if keep is None else 'kRounded'}>"
-    on.load(name, SMALL_THREADS, 0)
+    on.load(name, SMALL_THREADS, 0, SMALL_ENCODERS)
     return name
 
 
@@ -276,7 +278,10 @@ class Launch:
         if encodes:
             keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
             self._tables = _plan_kernel(on, dtype, coding, floor, keep is not None)
-            self._main = _encode_kernel(on, dtype, coding, floor, keep, job.truncate)
+            kind = on, dtype, coding, floor, keep, job.truncate
+            self._main = _encode_kernel(*kind, few=True)
+            if sum(blocks_of(part.values.numel()) for part in parts) > self._main.warps * self._main.resident:
+                self._main = _encode_kernel(*kind, few=False)
         else:
             self._tables = "read_segment"
             self._main = _decode_kernel(on, dtype, coding, floor, first.addend is not None)

@@ -6,7 +6,9 @@ host can go on; the bytes are there for what comes next on the stream.
 
 from __future__ import annotations
 
+import os
 import time
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from ...errors import EngineError
@@ -15,8 +17,9 @@ from .workspace import MOST_TENSORS, Workspace
 if TYPE_CHECKING:
     from .launch import Launcher
 
-POLLS = 800  # looks at a word, about 0.1 us each, before other threads of Python get a turn...
-NAPS = 2000  # ...and, about 60 us each, before the driver is asked to wait
+# How often a word is looked at: at once, about 0.1 us each; giving other threads a turn, about 0.5 us each; after naps,
+# about 60 us each. Then the driver is asked to wait.
+LOOKS, YIELDS, NAPS = 300, 10_000, 2000
 _SIZE_BITS = 40  # of a word that tells a size; then a bit that tells of a status, then the launch's number
 _SIZE = (1 << _SIZE_BITS) - 1
 _STATUS_BITS = 32
@@ -45,18 +48,23 @@ def for_status(on: Launcher, stream: int, space: Workspace) -> int:
     return status
 
 
+def _nap() -> None:
+    time.sleep(0)
+
+
 def _told(on: Launcher, stream: int, space: Workspace, place: int, shift: int) -> int:
     """The word at that place, once it is that of the latest launch."""
     told, epoch = space.told, space.epoch
-    for _ in range(POLLS):
+    for _ in range(LOOKS):
         word = told[place]
         if word >> shift == epoch:
             return word
-    for _ in range(NAPS):
-        time.sleep(0)  # which gives Python's lock away
-        word = told[place]
-        if word >> shift == epoch:
-            return word
+    for rest in repeat(os.sched_yield, YIELDS), repeat(_nap, NAPS):
+        for give_way in rest:  # both give Python's lock away
+            give_way()
+            word = told[place]
+            if word >> shift == epoch:
+                return word
     on.wait(stream)
     word = told[place]
     if word >> shift != epoch:

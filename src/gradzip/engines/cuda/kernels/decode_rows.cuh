@@ -83,14 +83,15 @@ struct Stream {
         at -= __popc(votes);
 #endif
     }
-    // The exponents of a row in bits 23-30; other bits are not cleared. `seen` collects flags.
-    template <class F>
+    // The exponents of a row in bits 23-30; other bits are not cleared. `seen` collects flags. EARLY: votes are asked for
+    // before a pop that does not need them, so that none waits; where many warps share the GPU that is no gain.
+    template <class F, bool EARLY>
     __device__ __forceinline__ u32 pop_exponent(const u32* table, bool here, u32& seen) {
         u32 entry = here ? table[state & 255] : 0;
-        bool escapes = any((entry & kEscaped) != 0);  // asked for early, so that nothing waits for the answer
+        bool escapes = EARLY && any((entry & kEscaped) != 0);
         pop(entry);
         seen |= entry;
-        if (escapes) {
+        if (EARLY ? escapes : any((entry & kEscaped) != 0)) {
             bool escaped = entry & kEscaped;
             u32 raw = state & 255;
             if (escaped) {
@@ -102,11 +103,13 @@ struct Stream {
         return entry;
     }
     // Lane parts of up to 24 bits, the lowest chunk first.
+    template <bool EARLY>
     __device__ __forceinline__ u32 pop_part(int width) {
+        bool two = EARLY && any(width > 8), three = EARLY && any(width > 16);
         u32 bits = pop_chunk((u32)min_int(width, 8));
-        if (any(width > 8)) {
+        if (EARLY ? two : any(width > 8)) {
             bits |= pop_chunk((u32)max_int(0, min_int(width - 8, 8))) << 8;
-            if (any(width > 16)) bits |= pop_chunk((u32)max_int(0, width - 16)) << 16;
+            if (EARLY ? three : any(width > 16)) bits |= pop_chunk((u32)max_int(0, width - 16)) << 16;
         }
         return bits;
     }
@@ -162,7 +165,7 @@ DEVICE bool plain_rows(Stream& s, const u32* table, u32* room, const Sink<F, ADD
         u32* exponents = room + 32 * (g & 1);
         s.advance();
         for (u32 row = 0; row < 4; row++)
-            ((u8*)exponents)[32 * row + lane] = (u8)(s.template pop_exponent<F>(table, true, seen) >> 23);
+            ((u8*)exponents)[32 * row + lane] = (u8)(s.template pop_exponent<F, false>(table, true, seen) >> 23);
         __syncwarp();
         u32 four = exponents[lane];
         zeros |= (four - 0x01010101u) & ~four & 0x80808080u;
@@ -186,7 +189,7 @@ DEVICE u32 fixed_rows(Stream& s, const u32* table, const Sink<F, ADD>& sink, int
         u32 i = (u32)row + lane_id();
         bool here = i < (u32)n;
         if (row % 128 == 0) s.advance();
-        u32 e = (s.template pop_exponent<F>(table, here, seen) >> 23) & 255;
+        u32 e = (s.template pop_exponent<F, false>(table, here, seen) >> 23) & 255;
         bool has_field = here && (!h.pruned || e != 0);
         u32 kept = 0;
         if (h.rest) {
@@ -206,9 +209,9 @@ DEVICE u32 fixed_rows(Stream& s, const u32* table, const Sink<F, ADD>& sink, int
 // --- Codings 1 and 2 -----------------------------------------------------------------------------------------------
 
 // A row's values.
-template <int CODING>
+template <int CODING, bool EARLY>
 DEVICE u32 lane_row(Stream& s, const u32* table, bool here, int floor, u32& fields, u32& seen) {
-    u32 entry = s.pop_exponent<Float32>(table, here, seen);
+    u32 entry = s.template pop_exponent<Float32, EARLY>(table, here, seen);
     int e = (int)((entry >> 23) & 255), cut = 0;
     if (CODING == kPaper) {
         cut = e ? 6 * (int)(s.state & 3) : 0;
@@ -218,7 +221,7 @@ DEVICE u32 lane_row(Stream& s, const u32* table, bool here, int floor, u32& fiel
     }
     int width = e ? 24 - cut : 0;
     fields += width > 0;
-    u32 field = s.pop_part(width) << cut;
+    u32 field = s.template pop_part<EARLY>(width) << cut;
     return (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u);
 }
 
@@ -239,7 +242,7 @@ DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32*
         for (u32 k = 0; k < 4; k++) next[k] = load_floor(source, ahead + 32 * k);
         for (u32 k = 0; k < 4; k++) {
             if (k % 2 == 0) s.advance();
-            sink.put((u32)row + 32 * k + lane, lane_row<CODING>(s, table, true, make_floor(source, now[k]), fields, seen));
+            sink.put((u32)row + 32 * k + lane, lane_row<CODING, false>(s, table, true, make_floor(source, now[k]), fields, seen));
         }
     }
     for (int row = grouped; row < n; row += 32) {
@@ -248,7 +251,7 @@ DEVICE u32 lane_rows(const Source<Float32, FLOOR>& source, Stream& s, const u32*
         s.advance();
         int floor = here ? floor_at(source, i) : 0;
         __syncwarp();
-        u32 value = lane_row<CODING>(s, table, here, floor, fields, seen);
+        u32 value = lane_row<CODING, false>(s, table, here, floor, fields, seen);
         if (here) sink.put(i, value);
     }
     return sum(fields);

@@ -216,25 +216,63 @@ DEVICE void write_byte_planes(const typename F::Bits* values, u32* planes) {
     }
 }
 
-// Of any block, row by row: values without a field leave no gap.
+// Four bytes of each lane, one after the other, to any place: as words, since a warp's bytes take the memory as long.
+DEVICE void write_lane_words(u8* to, u32 word) {
+    u32 late = (u32)(u64)to & 3, lane = lane_id();
+    u32 before = __shfl_up_sync(kAll, word, 1), last = __shfl_sync(kAll, word, 31);
+    u32* words = (u32*)(to - late);
+    if (late == 0) {
+        words[lane] = word;
+        return;
+    }
+    if (lane) words[lane] = word << 8 * late | before >> (32 - 8 * late);
+    else
+        for (u32 k = 0; k < 4 - late; k++) to[k] = (u8)(word >> 8 * k);
+    if (lane < late) to[128 - late + lane] = (u8)(last >> 8 * (4 - late + lane));
+}
+
+// The planes' bytes of 128 values of any block, from value `first` on; values without a field leave no gap, and there are
+// `before` fields before them. Returns how many have one.
+template <class F>
+DEVICE u32 write_plane_parts(const typename F::Bits* values, u8* planes, u32 first, u32 n, const FixedForm& form, u32 before) {
+    u32 i = first + 4 * lane_id(), own = 0, kept[4];
+    bool has_field[4];
+    Four four = {{0, 0, 0, 0}};
+    if (i + 4 <= n) four = read_four<F>(values, i);
+    else
+        for (u32 k = 0; k < 4 && i + k < n; k++) four.v[k] = values[i + k];
+    __syncwarp();
+    for (u32 k = 0; k < 4; k++) {
+        has_field[k] = i + k < n && (!form.pruned || exponent_of<F>(four.v[k]) != 0);
+        kept[k] = field_of<F>(four.v[k]) >> ((u32)F::kField - 8 * form.whole);
+        own += has_field[k];
+    }
+    bool gaps = any(own != 4);
+    u32 after = gaps ? running_sum(own) : 0;
+#pragma unroll
+    for (u32 j = 0; j < 3; j++) {
+        if (j >= form.whole) break;
+        u8* to = planes + j * form.fields + before;
+        if (!gaps) {
+            write_lane_words(to, __byte_perm(__byte_perm(kept[0] >> 8 * j, kept[1] >> 8 * j, 0x0040),
+                                             __byte_perm(kept[2] >> 8 * j, kept[3] >> 8 * j, 0x0040), 0x5410));
+            continue;
+        }
+        u32 place = after - own;
+        for (u32 k = 0; k < 4; k++) {
+            if (has_field[k]) to[place] = (u8)(kept[k] >> 8 * j);
+            place += has_field[k];
+        }
+        __syncwarp();
+    }
+    return gaps ? __shfl_sync(kAll, after, 31) : 128;
+}
+
 template <class F>
 DEVICE void write_planes(const typename F::Bits* values, u8* planes, int n, const FixedForm& form) {
-    u32 down = (u32)F::kField - 8 * form.whole, before = 0, lower = lower_lanes();
-#pragma unroll 4
-    for (int row = 0; row < n; row += 32) {
-        int i = row + (int)lane_id();
-        u32 v = i < n ? values[i] : 0;
-        bool has_field = i < n && (!form.pruned || exponent_of<F>(v) != 0);
-        u32 votes = __ballot_sync(kAll, has_field);
-        if (has_field) {
-            u32 kept = field_of<F>(v) >> down;
-            u8* to = planes + before + (u32)__popc(votes & lower);
-            if (form.whole > 0) to[0] = (u8)kept;
-            if (form.whole > 1) to[form.fields] = (u8)(kept >> 8);
-            if (form.whole > 2) to[2 * form.fields] = (u8)(kept >> 16);
-        }
-        before += (u32)__popc(votes);
-    }
+    u32 before = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < (u32)n; first += 128) before += write_plane_parts<F>(values, planes, first, (u32)n, form, before);
 }
 
 template <class F>

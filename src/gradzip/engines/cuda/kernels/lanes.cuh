@@ -29,14 +29,26 @@ DEVICE void clear_block_table(u32* table) {
     __syncwarp();
 }
 
-// From shared memory, aligned to words.
+// From shared memory, aligned to words, to anywhere; as words where that can be, since bytes take the memory long. By as
+// many threads.
+DEVICE void copy_words(u8* to, const u8* from, u32 count, u32 thread, u32 threads) {
+    u32 head = min_u32((0u - (u32)(u64)to) & 3, count), words = (count - head) / 4, done = head + 4 * words;
+    u32* target = (u32*)(to + head);
+    const u32* source = (const u32*)from;
+    if (thread < head) to[thread] = from[thread];
+    if (head == 0) {
+#pragma unroll 2
+        for (u32 i = thread; i < words; i += threads) target[i] = source[i];
+    } else {
+#pragma unroll 2
+        for (u32 i = thread; i < words; i += threads) target[i] = __funnelshift_r(source[i], source[i + 1], 8 * head);
+    }
+    if (thread < count - done) to[done + thread] = from[done + thread];
+}
+
 DEVICE void copy_bytes(u8* to, const u8* from, u32 count) {
     __syncwarp();
-    u32 words = (u64)to % 4 == 0 ? count / 4 : 0;
-#pragma unroll 2
-    for (u32 i = lane_id(); i < words; i += 32) ((u32*)to)[i] = ((const u32*)from)[i];
-#pragma unroll 1
-    for (u32 i = 4 * words + lane_id(); i < count; i += 32) to[i] = from[i];
+    copy_words(to, from, count, lane_id(), 32);
     __syncwarp();
 }
 

@@ -45,16 +45,10 @@ DEVICE void pad_index(const Args& a, const Turn& turn) {
         pointer<u16>(turn.tensor->body + index_offset(turn.tensor->numel, a.book))[blocks] = 0;
 }
 
-// By all threads, from shared memory aligned to words.
-DEVICE void copy_by_all(u8* to, const u8* from, u32 count) {
-    u32 words = (u64)to % 4 == 0 ? count / 4 : 0;
-    for (u32 i = threadIdx.x; i < words; i += kSmallThreads) ((u32*)to)[i] = ((const u32*)from)[i];
-    for (u32 i = 4 * words + threadIdx.x; i < count; i += kSmallThreads) to[i] = from[i];
-}
-
 // Sums over a block's values, formed by all threads.
 struct SmallSums {
     u32 column[32];  // by lane: bits of codes, and << 16 zeros (fixed) or bits of lane parts
+    u32 zeros[32];   // values with exponent 0 in every 128
     u32 bits, varied, loose;  // ors: of all values, of their complements, of those with exponent 0
     u32 fields, exact, differs, widest;
     u32 ticket;
@@ -62,7 +56,7 @@ struct SmallSums {
 };
 
 DEVICE void clear_sums(SmallSums& sums) {
-    if (threadIdx.x < 32) sums.column[threadIdx.x] = 0;
+    if (threadIdx.x < 32) sums.column[threadIdx.x] = sums.zeros[threadIdx.x] = 0;
     if (threadIdx.x == 0) sums.bits = sums.varied = sums.loose = sums.fields = sums.exact = sums.differs = 0;
 }
 
@@ -99,14 +93,18 @@ DEVICE FixedForm small_form(const SmallSums& sums, const typename S::Bits* value
 template <class S>
 DEVICE void small_measure(const typename S::Bits* values, int n, const u32* table, SmallSums& sums) {
     u32 cost[4] = {0, 0, 0, 0}, bits = 0, varied = 0, loose = 0;
-    for (u32 i = 4 * threadIdx.x; i < (u32)n; i += 4 * kSmallThreads)
+    for (u32 i = 4 * threadIdx.x; i < (u32)n; i += 4 * kSmallThreads) {
+        u32 zeros = 0;
         for (u32 k = 0; k < 4 && i + k < (u32)n; k++) {
             u32 v = values[i + k], e = exponent_of<S>(v);
             cost[k] += (u16)table[e];
             bits |= v;
             varied |= ~v;
             loose |= e ? 0 : v;
+            zeros += e == 0;
         }
+        if (zeros) atomicAdd(&sums.zeros[i / 128], zeros);
+    }
     __syncwarp();
     for (u32 k = 0; k < 4; k++) {
         u32 both = cost_of(cost[k]) | zeros_of(cost[k]) << 16;
@@ -125,10 +123,13 @@ DEVICE void small_measure(const typename S::Bits* values, int n, const u32* tabl
 
 // The planes of a block, by all warps but the first.
 template <class S>
-DEVICE void small_planes(const typename S::Bits* values, u8* planes, int n, const FixedForm& form) {
+DEVICE void small_planes(const typename S::Bits* values, u8* planes, int n, const FixedForm& form, const u32* zeros) {
     bool bytes = form.fields == (u32)kBlock && form.rest == 0 && (S::kField == 24 || S::kField == 8);
-    if (!bytes) {  // row after row
-        if (warp_id() == 1 && form.whole) write_planes<S>(values, planes, n, form);
+    if (!bytes) {
+        for (u32 part = warp_id() - 1; form.whole && 128 * part < (u32)n; part += kSmallThreads / 32 - 1) {
+            u32 gaps = sum(form.pruned && lane_id() < part ? zeros[lane_id()] : 0);
+            write_plane_parts<S>(values, planes, 128 * part, (u32)n, form, 128 * part - gaps);
+        }
         return;
     }
     for (u32 i = threadIdx.x - 32; i < (u32)kBlock / 4; i += kSmallThreads - 32) {
@@ -184,11 +185,11 @@ DEVICE void small_fixed(const Args& a) {
         if (warp == 1) block = settle(a, turn, form.kind, form.words, place);
         else block = pointer<u8>(turn.tensor->body) + blocks_offset(turn.tensor->numel, a.book) + 4 * place;
         if (threadIdx.x == 32) sums.place = (u64)block;
-        small_planes<S>(values, block + 68, turn.n, form);
+        small_planes<S>(values, block + 68, turn.n, form, sums.zeros);
     }
     __syncthreads();
     block = pointer<u8>(sums.place);
-    copy_by_all(block + refill_at, refill, form.refill);
+    copy_words(block + refill_at, refill, form.refill, threadIdx.x, kSmallThreads);
     if (warp == 0)
         finish_dense(block, {form.whole, form.rest, form.pruned, escapes, form.single, form.base, form.fields}, lanes);
 }
@@ -329,7 +330,7 @@ DEVICE void small_lanes(const Args& a) {
     if (kind == kRaw) {
         for (u32 i = threadIdx.x; i < n; i += kSmallThreads) ((u32*)block)[i] = values.q[i];
     } else {
-        copy_by_all(block + 68, refill, refill_bytes);
+        copy_words(block + 68, refill, refill_bytes, threadIdx.x, kSmallThreads);
         if (warp == 0) finish_dense(block, {0, 0, 1, escapes, single, single ? first : base, sums.fields}, lanes);
     }
 }

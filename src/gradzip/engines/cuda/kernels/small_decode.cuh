@@ -1,11 +1,11 @@
-// The decoder for small messages: a group of 256 threads decodes BLOCKS blocks. A warp per block pops the rows, a chain of
-// steps that wait for each other; so it must not wait for memory as well. All threads make floors before it, and values after it.
+// The decoder for small messages: a group of 256 threads decodes BLOCKS blocks, with two warps for each. One pops the rows, a
+// chain of steps that wait for each other, and does nothing else; floors are made before it starts. The other follows it and
+// puts values: planes, sums and memory take their time there.
 
 // What the rows of a block of coding 0 gave.
 struct FixedCells {
     u8 exponent[kBlock];
-    u8 rest[kBlock];          // further bits of the fields
-    u16 before[kBlock / 32];  // fields in the rows before each
+    u8 rest[kBlock];  // further bits of the fields
 };
 // Of codings 1 and 2: floors, which become values.
 struct LaneCells {
@@ -21,44 +21,104 @@ struct CellsOf<kFixed> {
     typedef FixedCells Type;
 };
 
-// What all threads have to do about a block once its rows are popped; kDone: nothing.
-constexpr u32 kDone = 3;
-struct Waiting {
-    u32 kind;
+// --- From one warp to the other ------------------------------------------------------------------------------------
+
+constexpr u32 kStop = kAll;  // there will be no more values
+constexpr u32 kStretch = 512;  // values that are handed over at once
+
+struct Handover {
+    u32 ready;  // so many values are there
+    u32 kind;   // dense, raw, or sparse: zeros
     const u32* block;
     DenseHead head;
 };
 
+DEVICE void hand_over(Handover& over, u32 ready) {
+    __syncwarp();
+    if (lane_id() == 0) {
+        __threadfence_block();
+        *(volatile u32*)&over.ready = ready;
+    }
+}
+
+// For a block that the other warp has nothing to do with.
+DEVICE void stop_unless_begun(Handover& over) {
+    __syncwarp();
+    if (lane_id() == 0 && over.ready == 0) *(volatile u32*)&over.ready = kStop;
+}
+
+DEVICE u32 await_values(const Handover& over, u32 seen) {
+    for (;;) {
+        u32 ready = uniform(*(const volatile u32*)&over.ready);
+        if (ready > seen) {
+            __threadfence_block();
+            __syncwarp();
+            return ready;
+        }
+        let_others_run();
+    }
+}
+
+// --- Popping -------------------------------------------------------------------------------------------------------
+
+// Bytes of shared memory that a lane fills one after the other. The address is what changes, so that it stays in a register.
+struct ByteColumn {
+    u8* room;
+    u32 at;
+
+    __device__ __forceinline__ ByteColumn(u8* first) : room(first) {
+#if defined(__CUDA_ARCH__)
+        at = (u32)__cvta_generic_to_shared(first);
+#else
+        at = 0;
+#endif
+    }
+    __device__ __forceinline__ void put(u32 offset, u32 byte) const {
+#if defined(__CUDA_ARCH__)
+        asm volatile("st.shared.u8 [%0], %1;" ::"r"(at + offset), "r"(byte));
+#else
+        room[at + offset] = (u8)byte;
+#endif
+    }
+};
+
 // Returns the number of fields.
-template <class F>
-DEVICE u32 stage_fixed(Stream& s, const u32* table, const DenseHead& h, int n, FixedCells& cells, u32& seen) {
-    u32 before = 0, lane = lane_id();
+template <class F, bool REST>
+DEVICE u32 stage_fixed(Stream& s, const u32* table, const DenseHead& h, int n, FixedCells& cells, Handover& over, u32& seen) {
+    u32 zeros = 0, lane = lane_id();
+    ByteColumn exponents(cells.exponent + lane), rests(cells.rest + lane);
+    auto pop_row = [&](u32 offset, bool here) {
+        u32 e = (s.template pop_exponent<F, true>(table, here, seen) >> 23) & 255;
+        exponents.put(offset, e);
+        zeros += here && e == 0;
+        if (REST) {
+            u32 count = here && (!h.pruned || e != 0) ? h.rest : 0;
+            rests.put(offset, s.state & ((1u << count) - 1));
+            s.pop(count);
+        }
+    };
+    int row = 0;
 #pragma unroll 1
-    for (int first = 0; first < n; first += 128) {
+    for (; row + 128 <= n; row += 128) {
         s.advance();
 #pragma unroll
-        for (int row = first; row < first + 128; row += 32) {
-            if (row >= n) break;
-            u32 i = (u32)row + lane;
-            bool here = i < (u32)n;
-            u32 e = (s.template pop_exponent<F>(table, here, seen) >> 23) & 255;
-            bool has_field = here && (!h.pruned || e != 0);
-            if (h.rest) {
-                u32 count = has_field ? h.rest : 0;
-                cells.rest[i] = (u8)(s.state & ((1u << count) - 1));
-                s.pop(count);
-            }
-            cells.exponent[i] = (u8)e;
-            if (lane == 0) cells.before[row / 32] = (u16)before;
-            before += (u32)__popc(__ballot_sync(kAll, has_field));
-        }
+        for (u32 k = 0; k < 4; k++) pop_row(32 * k, true);
+        exponents.at += 128, rests.at += 128;
+        if ((row + 128) % (int)kStretch == 0) hand_over(over, (u32)row + 128);
     }
-    return before;
+    s.advance();
+#pragma unroll 1
+    for (; row < n; row += 32) {
+        pop_row(0, row + (int)lane < n);
+        exponents.at += 32, rests.at += 32;
+    }
+    hand_over(over, (u32)n);
+    return h.pruned ? (u32)n - sum(zeros) : (u32)n;
 }
 
 // Returns how many values are not 0.
 template <int CODING>
-DEVICE u32 stage_lanes(Stream& s, const u32* table, int n, LaneCells& cells, u32& seen) {
+DEVICE u32 stage_lanes(Stream& s, const u32* table, int n, LaneCells& cells, Handover& over, u32& seen) {
     u32 fields = 0, lane = lane_id();
     int next = (int)cells.cell[lane];
 #pragma unroll 2
@@ -67,57 +127,69 @@ DEVICE u32 stage_lanes(Stream& s, const u32* table, int n, LaneCells& cells, u32
         int floor = next;
         next = (int)cells.cell[(i + 32) % kBlock];
         if (row % 64 == 0) s.advance();
-        cells.cell[i] = lane_row<CODING>(s, table, i < (u32)n, floor, fields, seen);
+        cells.cell[i] = lane_row<CODING, true>(s, table, i < (u32)n, floor, fields, seen);
+        if ((row + 32) % (int)kStretch == 0) hand_over(over, (u32)min_int(row + 32, n));
     }
+    hand_over(over, (u32)n);
     return sum(fields);
 }
 
-// Rows are kept for the other threads.
+// Rows are handed over to the other warp.
 template <class F, int CODING>
 struct StagedRows {
     typename CellsOf<CODING>::Type& cells;
-    Waiting& waiting;
+    Handover& over;
     int n;
 
-    __device__ __forceinline__ void leave(u32 kind, const u32* block, const DenseHead& h) const {
-        if (lane_id() == 0) waiting = {kind, block, h};
+    __device__ __forceinline__ void tell(u32 kind, const u32* block, const DenseHead& h) const {
+        if (lane_id() == 0) over.kind = kind, over.block = block, over.head = h;
     }
     __device__ __forceinline__ u32 dense(Stream& s, const u32* table, const DenseHead& h, u32& seen) const {
-        leave(kDense, s.block, h);
-        if constexpr (CODING == kFixed) return stage_fixed<F>(s, table, h, n, cells, seen);
-        else return stage_lanes<CODING>(s, table, n, cells, seen);
+        tell(kDense, s.block, h);
+        if constexpr (CODING == kFixed)
+            return h.rest ? stage_fixed<F, true>(s, table, h, n, cells, over, seen)
+                          : stage_fixed<F, false>(s, table, h, n, cells, over, seen);
+        else
+            return stage_lanes<CODING>(s, table, n, cells, over, seen);
     }
-    __device__ __forceinline__ void raw(const u32* block) const { leave(kRaw, block, {}); }
-    __device__ __forceinline__ void zeros() const { leave(kSparse, nullptr, {}); }
+    __device__ __forceinline__ void raw(const u32* block) const {
+        tell(kRaw, block, {});
+        hand_over(over, (u32)n);
+    }
+    __device__ __forceinline__ void zeros() const {
+        tell(kSparse, nullptr, {});
+        hand_over(over, (u32)n);
+    }
 };
 
-// Puts a block, by all threads; `four_at` gives four neighbours. All that is read is under way before the first is written.
+// --- Putting -------------------------------------------------------------------------------------------------------
+
+// A stretch of values; `four_at` gives four neighbours. All that is read is under way before the first is written.
 template <class F, bool ADD, class Get>
-DEVICE void put_block(const Sink<F, ADD>& sink, int n, const Get& four_at) {
-    if (n == kBlock) {
+DEVICE void put_stretch(const Sink<F, ADD>& sink, u32 first, u32 n, const Get& four_at) {
+    u32 own = first + 4 * lane_id();
+    if (first + kStretch <= n) {
         bool aligned = sink.aligned();
         Four four[4];
 #pragma unroll
-        for (u32 k = 0; k < 4; k++) {
-            u32 i = 4 * (threadIdx.x + kSmallThreads * k);
-            four[k] = sink.added(i, four_at(i), aligned);
-        }
+        for (u32 k = 0; k < 4; k++) four[k] = sink.added(own + 128 * k, four_at(own + 128 * k), aligned);
 #pragma unroll
-        for (u32 k = 0; k < 4; k++) store_four<F>(sink.out, 4 * (threadIdx.x + kSmallThreads * k), four[k], aligned);
+        for (u32 k = 0; k < 4; k++) store_four<F>(sink.out, own + 128 * k, four[k], aligned);
         return;
     }
-    for (u32 i = 4 * threadIdx.x; i < (u32)n; i += 4 * kSmallThreads) {
+    for (u32 i = own; i < n; i += 128) {
         Four four = four_at(i);
-        for (u32 k = 0; k < 4 && i + k < (u32)n; k++) sink.put(i + k, four.v[k]);
+        for (u32 k = 0; k < 4 && i + k < n; k++) sink.put(i + k, four.v[k]);
     }
+    __syncwarp();
 }
 
 // Of a dense block of coding 0 whose values all have fields of whole bytes.
 template <class F>
-DEVICE Four plain_four(const Waiting& w, const FixedCells& cells, u32 i) {
-    u32 e = ((const u32*)cells.exponent)[i / 4], plane[3], whole = w.head.whole;
+DEVICE Four plain_four(const u32* planes, u32 whole, const FixedCells& cells, u32 i) {
+    u32 e = ((const u32*)cells.exponent)[i / 4], plane[3];
 #pragma unroll
-    for (u32 j = 0; j < 3; j++) plane[j] = j < whole ? w.block[17 + 1024 * j + i / 4] : 0;
+    for (u32 j = 0; j < 3; j++) plane[j] = j < whole ? planes[1024 * j + i / 4] : 0;
     Four four;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -127,45 +199,120 @@ DEVICE Four plain_four(const Waiting& w, const FixedCells& cells, u32 i) {
     return four;
 }
 
-// Of any dense block of coding 0, row by row; values without a field left no gap in the planes.
+// Of any dense block of coding 0: a stretch that is full, with `before` fields before it. Values without a field left no gap in
+// the planes, so that a lane's bytes lie together, anywhere. Returns the fields up to its end.
 template <class F, bool ADD>
-DEVICE void put_rows(const Waiting& w, const FixedCells& cells, const Sink<F, ADD>& sink, int n) {
-    const u8* planes = (const u8*)w.block + 68;
-    u32 whole = w.head.whole, rest = w.head.rest, fields = w.head.fields;
-#pragma unroll 4
-    for (u32 row = warp_id(); row < ((u32)n + 31) / 32; row += kSmallThreads / 32) {
-        u32 i = 32 * row + lane_id(), e = cells.exponent[i], kept = rest ? cells.rest[i] : 0;
-        bool has_field = i < (u32)n && (!w.head.pruned || e != 0);
-        u32 place = cells.before[row] + (u32)__popc(__ballot_sync(kAll, has_field) & lower_lanes());
+DEVICE u32 put_gapped(const DenseHead& h, const u32* block, const FixedCells& cells, const Sink<F, ADD>& sink, u32 first,
+                      u32 before) {
+    constexpr u32 kParts = 2;  // of 128 values, whose bytes are under way together
+    u32 last = (68 + h.whole * h.fields - 1) / 4, down = (u32)F::kField - 8 * h.whole - h.rest;
+    bool aligned = sink.aligned();
+#pragma unroll 1
+    for (u32 begin = first + 4 * lane_id(); begin < first + kStretch; begin += 128 * kParts) {
+        u32 e[kParts], bytes[kParts][3], low[kParts][3], high[kParts][3];
 #pragma unroll
-        for (u32 j = 0; j < 3; j++)
-            if (has_field && j < whole) kept |= (u32)planes[j * fields + place] << (rest + 8 * j);
-        if (i < (u32)n) sink.put(i, join<F>(e, kept << ((u32)F::kField - 8 * whole - rest)));
+        for (u32 p = 0; p < kParts; p++) {
+            e[p] = ((const u32*)cells.exponent)[begin / 4 + 32 * p];
+            u32 own = 0;
+            for (int k = 0; k < 4; k++) own += !h.pruned || (e[p] >> 8 * k & 255) != 0;
+            u32 after = any(own != 4) ? running_sum(own) : 4 * lane_id() + 4;
+#pragma unroll
+            for (u32 j = 0; j < 3; j++) {
+                bytes[p][j] = 68 + j * h.fields + before + after - own;
+                u32 word = min_u32(bytes[p][j] / 4, last);  // what it counts has not been judged yet
+                low[p][j] = j < h.whole ? block[word] : 0;
+                high[p][j] = j < h.whole ? block[min_u32(word + 1, last)] : 0;
+            }
+            before += __shfl_sync(kAll, after, 31);
+        }
+#pragma unroll
+        for (u32 p = 0; p < kParts; p++) {
+            u32 i = begin + 128 * p, rests = h.rest ? ((const u32*)cells.rest)[i / 4] : 0, plane[3];
+            for (u32 j = 0; j < 3; j++) plane[j] = __funnelshift_r(low[p][j], high[p][j], 8 * (bytes[p][j] & 3));
+            Four four;
+            u32 place = 0;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                u32 exponent = e[p] >> 8 * k & 255, kept = rests >> 8 * k & 255;
+                if (!h.pruned || exponent) {
+                    for (u32 j = 0; j < 3; j++) kept |= (plane[j] >> place & 255) << (h.rest + 8 * j);
+                    place += 8;
+                }
+                four.v[k] = join<F>(exponent, kept << down);
+            }
+            store_four<F>(sink.out, i, sink.added(i, four, aligned), aligned);
+        }
+        __syncwarp();
     }
+    return before;
+}
+
+// The same for the end of a block that is not full, row by row.
+template <class F, bool ADD>
+DEVICE void put_rows(const DenseHead& h, const u8* planes, const FixedCells& cells, const Sink<F, ADD>& sink, u32 first, u32 n,
+                     u32 before) {
+    u32 lower = lower_lanes();
+    for (u32 row = first; row < n; row += 32) {
+        u32 i = row + lane_id(), e = cells.exponent[i], kept = h.rest ? cells.rest[i] : 0;
+        bool has_field = i < n && (!h.pruned || e != 0);
+        u32 votes = __ballot_sync(kAll, has_field), place = before + (u32)__popc(votes & lower);
+        if (has_field && place < h.fields)
+            for (u32 j = 0; j < h.whole; j++) kept |= (u32)planes[j * h.fields + place] << (h.rest + 8 * j);
+        if (i < n) sink.put(i, join<F>(e, kept << ((u32)F::kField - 8 * h.whole - h.rest)));
+        before += (u32)__popc(votes);
+    }
+    __syncwarp();
 }
 
 template <class F, int CODING, bool ADD>
-DEVICE void put_waiting(const Waiting& w, const typename CellsOf<CODING>::Type& cells, const Sink<F, ADD>& sink, int n) {
+DEVICE void put_values(const Handover& over, const typename CellsOf<CODING>::Type& cells, const Sink<F, ADD>& sink, u32 n) {
     typedef typename F::Bits Bits;
-    if (w.kind == kDone) return;
-    if (w.kind == kSparse) {
-        put_block(sink, n, [](u32) { return Four{{0, 0, 0, 0}}; });
-    } else if (w.kind == kRaw) {
-        const Bits* raw = (const Bits*)w.block;
-        bool together = n == kBlock && can_load_four<F>(raw);
-        put_block(sink, n, [=](u32 i) {
-            if (together) return load_four<F>(raw, i, true);
-            Four four = {{0, 0, 0, 0}};
-            for (u32 k = 0; k < 4 && i + k < (u32)n; k++) four.v[k] = raw[i + k];
-            return four;
-        });
-    } else if constexpr (CODING == kFixed) {
-        if (n == kBlock && w.head.fields == (u32)kBlock && w.head.rest == 0)
-            put_block(sink, n, [&](u32 i) { return plain_four<F>(w, cells, i); });
-        else
-            put_rows(w, cells, sink, n);
-    } else {
-        put_block(sink, n, [&](u32 i) { return load_four<Float32>(cells.cell, i, true); });
+    u32 first = 0, fields = 0;
+    while (first < n) {
+        u32 ready = await_values(over, first);
+        if (ready == kStop) return;
+        u32 kind = over.kind;
+        const u32* block = over.block;
+        DenseHead h = over.head;
+        bool plain = CODING == kFixed && n == (u32)kBlock && h.fields == n && h.rest == 0;
+        for (; first < ready; first += kStretch) {
+            if (kind == kSparse) {
+                put_stretch(sink, first, n, [](u32) { return Four{{0, 0, 0, 0}}; });
+            } else if (kind == kRaw) {
+                const Bits* raw = (const Bits*)block;
+                bool together = n == (u32)kBlock && can_load_four<F>(raw);
+                put_stretch(sink, first, n, [=](u32 i) {
+                    if (together) return load_four<F>(raw, i, true);
+                    Four four = {{0, 0, 0, 0}};
+                    for (u32 k = 0; k < 4 && i + k < n; k++) four.v[k] = raw[i + k];
+                    return four;
+                });
+            } else if constexpr (CODING != kFixed) {
+                put_stretch(sink, first, n, [&](u32 i) { return load_four<Float32>(cells.cell, i, true); });
+            } else if (plain) {
+                put_stretch(sink, first, n, [&](u32 i) { return plain_four<F>(block + 17, h.whole, cells, i); });
+            } else if (first + kStretch <= n) {
+                fields = put_gapped(h, block, cells, sink, first, fields);
+            } else {
+                put_rows(h, (const u8*)block + 68, cells, sink, first, n, fields);
+            }
+        }
+    }
+}
+
+// The floors of a block, by all threads.
+template <int FLOOR>
+DEVICE void stage_floors(const Source<Float32, FLOOR>& source, u32 n, LaneCells& cells) {
+    constexpr u32 kMore = 8;
+    for (u32 first = threadIdx.x; first < n; first += kMore * kSmallThreads) {
+        FloorInput in[kMore];
+#pragma unroll
+        for (u32 k = 0; k < kMore; k++) {
+            u32 i = first + k * kSmallThreads;
+            in[k] = i < n ? load_floor(source, i) : FloorInput{0, 0};
+        }
+#pragma unroll
+        for (u32 k = 0; k < kMore; k++) cells.cell[(first + k * kSmallThreads) % kBlock] = (u32)make_floor(source, in[k]);
     }
 }
 
@@ -174,22 +321,21 @@ DEVICE void small_decode(const Args& a) {
     typedef typename CellsOf<CODING>::Type Cells;
     Cells* cells = (Cells*)dynamic_shared;
     __shared__ CodeRoom room;
-    __shared__ Waiting waiting[BLOCKS];
+    __shared__ Handover over[BLOCKS];
     __shared__ u32 lookup[256], tables[BLOCKS][256];
     __shared__ __align__(kWindow) u32 windows[BLOCKS][kWindow / 4];
-    u32 group = blockIdx.x, warp = warp_id();
+    u32 group = blockIdx.x, warp = warp_id(), own = warp % BLOCKS;  // the warp's block
     const Tensor& t = a.tensor[tensor_of_group(a, group)];
     bool shared_book = t.lengths != 0;
     const u16* index = (const u16*)(pointer<const u8>(t.body) + index_offset(t.numel, shared_book));
-    u64 first = (u64)(group - t.first_group) * BLOCKS, block = first + warp, end = blocks_of(t.numel);
+    u64 first = (u64)(group - t.first_group) * BLOCKS, block = first + own, end = blocks_of(t.numel), start = block * kBlock;
     u32 here = end - first < BLOCKS ? (u32)(end - first) : BLOCKS;  // blocks of this group
     // All that is read from memory here is under way at once.
-    if (CODING == kNear && warp < here) prefetch_floors<FLOOR>(a, t, block * kBlock, values_in(t, block * kBlock));
-    u32 length = stored_length(t, first / kSegmentBlocks), before = 0;
+    if (CODING == kNear && warp < here) prefetch_floors<FLOOR>(a, t, start, values_in(t, start));
+    u32 length = stored_length(t, first / kSegmentBlocks), before = 0, entry = own < here ? index[block] : 0, nearer = 0;
     BodyHead head = read_head(t);
     for (u64 b = threadIdx.x; b < first; b += kSmallThreads) before += index[b] & 0x3fff;
-    u32 entry = warp < here ? index[block] : 0, own = 0;
-    for (u32 b = 0; b < here; b++) own += b < warp ? index[first + b] & 0x3fff : 0;
+    for (u32 b = 0; b < here; b++) nearer += b < own ? index[first + b] & 0x3fff : 0;
     __syncwarp();
     u32 fault = judge_head(a, t, head);
     if (fault) {
@@ -198,33 +344,25 @@ DEVICE void small_decode(const Args& a) {
         return;
     }
     room.length[threadIdx.x] = (u8)length;
-    if (threadIdx.x < BLOCKS) waiting[threadIdx.x].kind = kDone;
-    if constexpr (CODING == kNear) {
-        for (u32 b = 0; b < here; b++) {
-            Source<Float32, FLOOR> source(a, t, (first + b) * kBlock);
-            int n = values_in(t, (first + b) * kBlock);
-#pragma unroll 8
-            for (u32 i = threadIdx.x; i < (u32)n; i += kSmallThreads) cells[b].cell[i] = (u32)floor_at(source, i);
-        }
-    }
+    if (threadIdx.x < BLOCKS) over[threadIdx.x].ready = 0;
+    if constexpr (CODING == kNear)
+        for (u32 b = 0; b < here; b++)
+            stage_floors(Source<Float32, FLOOR>(a, t, (first + b) * kBlock), (u32)values_in(t, (first + b) * kBlock), cells[b]);
     __syncthreads();
     Codes c = canonical(room);
     write_lookup(c, lookup);
-    u64 at = group_sum(before, room.sums) + own;
+    u64 at = group_sum(before, room.sums) + nearer;
     if (!c.complete) {
         fault = kBadTable;
-    } else if (warp < here) {
-        StagedRows<F, CODING> rows = {cells[warp], waiting[warp], values_in(t, block * kBlock)};
-        u32* lists = pointer<u32>(a.slots) + (u64)(group * BLOCKS + warp) * (kSlotBytes / 4);
-        fault = decode_block<F, CODING, FLOOR, ADD>(a, t, block, uniform(entry), at, lookup, tables[warp],
-                                                    (u8*)windows[warp], lists, rows);
-        __syncwarp();
-        if (fault && lane_id() == 0) waiting[warp].kind = kDone;
+    } else if (own < here && warp < BLOCKS) {
+        StagedRows<F, CODING> rows = {cells[own], over[own], values_in(t, start)};
+        u32* lists = pointer<u32>(a.slots) + (u64)(group * BLOCKS + own) * (kSlotBytes / 4);
+        fault = decode_block<F, CODING, FLOOR, ADD>(a, t, block, uniform(entry), at, lookup, tables[own], (u8*)windows[own],
+                                                    lists, rows);
+        stop_unless_begun(over[own]);
+    } else if (own < here && warp < 2 * BLOCKS) {
+        put_values<F, CODING, ADD>(over[own], cells[own], Sink<F, ADD>(t, start), (u32)values_in(t, start));
     }
     if (fault && lane_id() == 0) atomicOr(pointer<u32>(a.status), fault);
-    __syncthreads();
-    for (u32 b = 0; b < here; b++)
-        put_waiting<F, CODING, ADD>(waiting[b], cells[b], Sink<F, ADD>(t, (first + b) * kBlock),
-                                    values_in(t, (first + b) * kBlock));
     end_ticket(a);
 }

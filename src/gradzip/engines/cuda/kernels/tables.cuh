@@ -239,10 +239,18 @@ DEVICE void write_codes(const Codes& c, u32* codes) {
 
 // What the decoder gets of them: symbol | length << 9 for each value of a state's low 8 bits.
 DEVICE void write_lookup(const Codes& c, u32* lookup) {
-    u32 s = threadIdx.x;
-    // A code of l bits stands for every value of the low 8 bits that begins with it.
-    if (c.length)
-        for (u32 v = reversed(c.code, c.length); v < 256; v += 1u << c.length) lookup[v] = s | c.length << 9;
+    u32 s = threadIdx.x, first = reversed(c.code, c.length);
+    // A code of l bits stands for every value of the low 8 bits that begins with it. Short ones are left to the whole warp.
+    bool is_short = c.length && c.length <= 4;
+    if (c.length && !is_short)
+        for (u32 v = first; v < 256; v += 1u << c.length) lookup[v] = s | c.length << 9;
+    __syncwarp();
+    for (u32 left = __ballot_sync(kAll, is_short); left; left &= left - 1) {
+        int whose = __ffs((int)left) - 1;
+        u32 entry = __shfl_sync(kAll, s | c.length << 9, whose), begin = __shfl_sync(kAll, first, whose), length = entry >> 9;
+        for (u32 v = begin + (lane_id() << length); v < 256; v += 32u << length) lookup[v] = entry;
+        __syncwarp();
+    }
     if (s < (256u >> c.escape_length))
         lookup[reversed(c.escape_code, c.escape_length) + (s << c.escape_length)] = 256 | c.escape_length << 9;
 }
