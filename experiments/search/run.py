@@ -1,7 +1,7 @@
 """How good the search is: against brute force where that is possible, and how long it takes on real models.
 
 python experiments/search/run.py brute      writes brute.csv and offload.csv
-python experiments/search/run.py speed      writes speed.csv; times are those of one core's work
+python experiments/search/run.py speed      writes speed.csv; times are those of one core's work, the least of five
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +23,13 @@ from gradzip.planner import models
 from gradzip.planner.choices import Limits
 from gradzip.planner.network import Network, Topology
 from gradzip.planner.problem import Problem
+from gradzip.planner.profile import Profile
 from gradzip.planner.search import algorithm_1, algorithm_2, offload_exactly, search
-from gradzip.planner.units import buckets, tensors
+from gradzip.planner.units import Unit, buckets, tensors
 
 HERE = Path(__file__).parent
 CASES = 1000
+REPEATS = 5
 # Table 5 of the paper: selection and offloading time in ms, by the same names.
 PUBLISHED_MS = {"vgg16": 18, "resnet101": 209, "ugatit": 96, "bert-base": 169, "gpt2": 117, "lstm": 2}
 
@@ -81,39 +84,46 @@ def offload_rows(cases: int, seed: int = 1) -> Iterator[dict[str, Any]]:
         case += 1
 
 
+T = TypeVar("T")
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """The least that it took of a core, in milliseconds, of some repeats: others may use the machine."""
+    least, result = math.inf, None
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        result = work()
+        least = min(least, (time.process_time() - begin) * 1e3)
+    assert result is not None
+    return least, result
+
+
 def speed_rows() -> Iterator[dict[str, Any]]:
     for name in models.names():
         profile = models.load(name)
         for gbit in (100, 25, 10, 1):
             for unit, parts in (("tensor", tensors(profile)), ("bucket", buckets(profile))):
-                begin = time.process_time()
-                network = Network(profile, Topology(8, 8, gbit * 1e9))
-                problem = Problem(network, parts, Limits(codecs=("gcomp:keep=7",)))
-                built = time.process_time() - begin
-                begin = time.process_time()
-                plan, first = algorithm_1(problem)
-                first_ms = (time.process_time() - begin) * 1e3
-                begin = time.process_time()
-                algorithm_2(problem, plan, first)
-                second_ms = (time.process_time() - begin) * 1e3
-                begin = time.process_time()
-                found = search(problem)
-                whole_ms = (time.process_time() - begin) * 1e3
-                yield {
-                    "model": name,
-                    "gbit": gbit,
-                    "unit": unit,
-                    "units": len(parts),
-                    "options": problem.primary,
-                    "tables_ms": round(built * 1e3, 1),
-                    "algorithm_1_ms": round(first_ms, 1),
-                    "algorithm_2_ms": round(second_ms, 1),
-                    "whole_search_ms": round(whole_ms, 1),
-                    "published_ms": PUBLISHED_MS.get(name, "") if unit == "tensor" else "",
-                    "plain_ms": problem.step_s(problem.uniform(0)) * 1e3,
-                    "paper_ms": (problem.outside_s + found.paper_s) * 1e3,
-                    "search_ms": (problem.outside_s + found.time_s) * 1e3,
-                }
+                yield {"model": name, "gbit": gbit, "unit": unit, "units": len(parts), **speed(profile, parts, gbit)}
+
+
+def speed(profile: Profile, parts: list[Unit], gbit: float) -> dict[str, Any]:
+    topology, limits = Topology(8, 8, gbit * 1e9), Limits(codecs=("gcomp:keep=7",))
+    built_ms, problem = timed(lambda: Problem(Network(profile, topology), parts, limits))
+    first_ms, (plan, first) = timed(lambda: algorithm_1(problem))
+    second_ms, _ = timed(lambda: algorithm_2(problem, plan.copy(), first))
+    whole_ms, found = timed(lambda: search(problem))
+    tensor_wise = len(parts) == len(profile.tensors)
+    return {
+        "options": problem.primary,
+        "tables_ms": round(built_ms, 1),
+        "algorithm_1_ms": round(first_ms, 1),
+        "algorithm_2_ms": round(second_ms, 1),
+        "whole_search_ms": round(whole_ms, 1),
+        "published_ms": PUBLISHED_MS.get(profile.model, "") if tensor_wise else "",
+        "plain_ms": problem.step_s(problem.uniform(0)) * 1e3,
+        "paper_ms": (problem.outside_s + found.paper_s) * 1e3,
+        "search_ms": (problem.outside_s + found.time_s) * 1e3,
+    }
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

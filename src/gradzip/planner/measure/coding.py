@@ -33,6 +33,7 @@ from ...routes import NAMED
 from ..profile import CodecCost, Curve
 
 SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
+SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
 MANY, SMALL = 16, 1 << 10  # tensors of a chunk that has many, and the values of each that a rank gets
 ROUNDS = 3
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20)
@@ -205,7 +206,7 @@ def _curves(stand: Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Cu
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions
 
-    sizes = sorted({min(size, flat.numel()) for size in SIZES})
+    sizes = sorted({min(size, flat.numel()) for size in (SIZES_ON_GPU if flat.is_cuda else SIZES)})
     single = [stages(size, 1) for size in sizes]
     small = min(SMALL, flat.numel())
     many = stages(small, MANY)
