@@ -485,7 +485,7 @@ def all_finite(xs: Sequence[torch.Tensor]) -> bool:
     if xs[0].device.type == "cpu":
         sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in xs]
     else:
-        sums = list(torch._foreach_norm(xs, 1, torch.float32))
+        sums = list(torch._foreach_norm(xs, 1, torch.promote_types(xs[0].dtype, torch.float32)))
     return bool(torch.stack(sums).isfinite().all()) or all(bool(x.isfinite().all()) for x in xs)
 
 

@@ -6,6 +6,9 @@ counts what is sent. Errors of a peer that is gone are torch's own.
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -15,6 +18,11 @@ from .channel import Channel
 from .message import Outcome
 from .pipeline import Agreement, Job
 from .terms import Steps
+
+
+_AT_EXIT = 6.0  # seconds that peers have to come to their end, and with it to that of what is under way to them
+_changed = threading.Condition()
+_under_way = 0
 
 
 class Elsewhere:
@@ -51,7 +59,9 @@ class Elsewhere:
                 raise
             finally:
                 done(outcome)
+                _count(-1)
 
+        _count(1)
         work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
         return averaged
@@ -59,6 +69,23 @@ class Elsewhere:
     def end(self) -> None:
         """All buckets are through."""
         self._channel.pipeline.end(self._job)
+
+
+def _count(more: int) -> None:
+    global _under_way
+    with _changed:
+        _under_way += more
+        _changed.notify_all()
+
+
+@atexit.register
+def _wait_for_the_end() -> None:
+    """A sum that fails calls back: once Python has shut down, that would take the process down."""
+    with _changed:
+        if _under_way <= 0:
+            return
+        _changed.wait_for(lambda: _under_way <= 0, _AT_EXIT)
+    time.sleep(0.1)  # the last one is on its way back from here to torch
 
 
 def _nothing() -> Steps:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Set
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Grids:
         self,
         ulps: float = 1,
         scale: float = 1.0,
-        wanted: Collection[torch.Tensor] | None = None,
+        wanted: Set[torch.Tensor] | None = None,
         read: Read = fetch,
     ) -> dict[torch.Tensor, Floor | None]:
         """For all parameters, or for those wanted; `read` fetches the step counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ def fetch(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 
 def survey(
-    optimizer: Optimizer, wanted: Collection[torch.Tensor] | None = None, read: Read = fetch
+    optimizer: Optimizer, wanted: Set[torch.Tensor] | None = None, read: Read = fetch
 ) -> Iterator[tuple[torch.Tensor, Case | None]]:
     """Each parameter, or each one wanted, with its Case, or with None where nothing can be said and a warning was
     given. `read` fetches step counts."""
