@@ -27,17 +27,19 @@ constexpr u32 kStop = kAll;  // there will be no more values
 constexpr u32 kStretch = 512;  // values that are handed over at once
 
 struct Handover {
-    u32 ready;  // so many values are there
+    u32 ready;   // so many values are there
+    u32 floors;  // near mode: and floors for so many
     u32 kind;   // dense, raw, or sparse: zeros
     const u32* block;
     DenseHead head;
 };
 
-DEVICE void hand_over(Handover& over, u32 ready) {
+// `count` is one of a Handover's.
+DEVICE void hand_over(u32& count, u32 to) {
     __syncwarp();
     if (lane_id() == 0) {
         __threadfence_block();
-        *(volatile u32*)&over.ready = ready;
+        *(volatile u32*)&count = to;
     }
 }
 
@@ -47,13 +49,14 @@ DEVICE void stop_unless_begun(Handover& over) {
     if (lane_id() == 0 && over.ready == 0) *(volatile u32*)&over.ready = kStop;
 }
 
-DEVICE u32 await_values(const Handover& over, u32 seen) {
+// Until there are more than `seen`.
+DEVICE u32 await_more(const u32& count, u32 seen) {
     for (;;) {
-        u32 ready = uniform(*(const volatile u32*)&over.ready);
-        if (ready > seen) {
+        u32 there = uniform(*(const volatile u32*)&count);
+        if (there > seen) {
             __threadfence_block();
             __syncwarp();
-            return ready;
+            return there;
         }
         let_others_run();
     }
@@ -104,7 +107,7 @@ DEVICE u32 stage_fixed(Stream& s, const u32* table, const DenseHead& h, int n, F
 #pragma unroll
         for (u32 k = 0; k < 4; k++) pop_row(32 * k, true);
         exponents.at += 128, rests.at += 128;
-        if ((row + 128) % (int)kStretch == 0) hand_over(over, (u32)row + 128);
+        if ((row + 128) % (int)kStretch == 0) hand_over(over.ready, (u32)row + 128);
     }
     s.advance();
 #pragma unroll 1
@@ -112,25 +115,64 @@ DEVICE u32 stage_fixed(Stream& s, const u32* table, const DenseHead& h, int n, F
         pop_row(0, row + (int)lane < n);
         exponents.at += 32, rests.at += 32;
     }
-    hand_over(over, (u32)n);
+    hand_over(over.ready, (u32)n);
     return h.pruned ? (u32)n - sum(zeros) : (u32)n;
+}
+
+// A row in near mode, all pops of a lane at once: how many bits it has and how many each pop takes says which of them need
+// a byte, so that votes and bytes need not wait for each other.
+DEVICE u32 near_row(Stream& s, const u32* table, bool here, int floor, u32& fields, u32& seen) {
+    u32 entry = here ? table[s.state & 255] : 0, missing = (u32)__clz((int)s.state) - 16;
+    if (any((entry & kEscaped) != 0)) return lane_row<kNear, true>(s, table, here, floor, fields, seen);
+    seen |= entry;
+    int e = (int)((entry >> 23) & 255), width = e ? 1 + kept_bits(e, floor) : 0;
+    u32 length = entry & 15, before = 0, count[4], bytes[4];
+    int at = s.at;
+    fields += width > 0;
+    for (int k = 0; k < 4; k++) count[k] = k ? (u32)max_int(0, min_int(width - 8 * (k - 1), 8)) : length;
+    bool few[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 popped = length + (u32)min_int(width, 8 * k), refills = (popped + missing) >> 3;
+        few[k] = refills > before;
+        before = refills;
+        u32 votes = __ballot_sync(kAll, few[k]);
+        bytes[k] = few[k] ? s.window[(u32)(at - __popc(votes & s.upper)) % kWindow] : 0;
+        at -= __popc(votes);
+    }
+    s.at = at;
+    u32 field = 0, x = s.state;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (k) field |= (x & ((1u << count[k]) - 1)) << 8 * (k - 1);
+        x >>= count[k];
+        if (few[k]) x = x << 8 | bytes[k];
+    }
+    s.state = x;
+    field <<= (24 - width) & 31;
+    return (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u);
 }
 
 // Returns how many values are not 0.
 template <int CODING>
 DEVICE u32 stage_lanes(Stream& s, const u32* table, int n, LaneCells& cells, Handover& over, u32& seen) {
     u32 fields = 0, lane = lane_id();
-    int next = (int)cells.cell[lane];
-#pragma unroll 2
-    for (int row = 0; row < n; row += 32) {
-        u32 i = (u32)row + lane;
-        int floor = next;
-        next = (int)cells.cell[(i + 32) % kBlock];
-        if (row % 64 == 0) s.advance();
-        cells.cell[i] = lane_row<CODING, true>(s, table, i < (u32)n, floor, fields, seen);
-        if ((row + 32) % (int)kStretch == 0) hand_over(over, (u32)min_int(row + 32, n));
+#pragma unroll 1
+    for (int row = 0; row < n; row += 64) {
+        if (CODING == kNear && row % (int)kStretch == 0) await_more(over.floors, (u32)row);
+        int floor[2];
+        for (u32 k = 0; k < 2; k++) floor[k] = (int)cells.cell[(u32)row + 32 * k + lane];
+        s.advance();
+#pragma unroll
+        for (u32 k = 0; k < 2; k++) {
+            u32 i = (u32)row + 32 * k + lane;
+            bool here = i < (u32)n;
+            cells.cell[i] = CODING == kNear ? near_row(s, table, here, floor[k], fields, seen)
+                                            : lane_row<CODING, true>(s, table, here, floor[k], fields, seen);
+        }
+        if ((row + 64) % (int)kStretch == 0) hand_over(over.ready, (u32)min_int(row + 64, n));
     }
-    hand_over(over, (u32)n);
+    hand_over(over.ready, (u32)n);
     return sum(fields);
 }
 
@@ -154,11 +196,11 @@ struct StagedRows {
     }
     __device__ __forceinline__ void raw(const u32* block) const {
         tell(kRaw, block, {});
-        hand_over(over, (u32)n);
+        hand_over(over.ready, (u32)n);
     }
     __device__ __forceinline__ void zeros() const {
         tell(kSparse, nullptr, {});
-        hand_over(over, (u32)n);
+        hand_over(over.ready, (u32)n);
     }
 };
 
@@ -264,55 +306,58 @@ DEVICE void put_rows(const DenseHead& h, const u8* planes, const FixedCells& cel
     __syncwarp();
 }
 
-template <class F, int CODING, bool ADD>
-DEVICE void put_values(const Handover& over, const typename CellsOf<CODING>::Type& cells, const Sink<F, ADD>& sink, u32 n) {
-    typedef typename F::Bits Bits;
-    u32 first = 0, fields = 0;
-    while (first < n) {
-        u32 ready = await_values(over, first);
-        if (ready == kStop) return;
-        u32 kind = over.kind;
-        const u32* block = over.block;
-        DenseHead h = over.head;
-        bool plain = CODING == kFixed && n == (u32)kBlock && h.fields == n && h.rest == 0;
-        for (; first < ready; first += kStretch) {
-            if (kind == kSparse) {
-                put_stretch(sink, first, n, [](u32) { return Four{{0, 0, 0, 0}}; });
-            } else if (kind == kRaw) {
-                const Bits* raw = (const Bits*)block;
-                bool together = n == (u32)kBlock && can_load_four<F>(raw);
-                put_stretch(sink, first, n, [=](u32 i) {
-                    if (together) return load_four<F>(raw, i, true);
-                    Four four = {{0, 0, 0, 0}};
-                    for (u32 k = 0; k < 4 && i + k < n; k++) four.v[k] = raw[i + k];
-                    return four;
-                });
-            } else if constexpr (CODING != kFixed) {
-                put_stretch(sink, first, n, [&](u32 i) { return load_four<Float32>(cells.cell, i, true); });
-            } else if (plain) {
-                put_stretch(sink, first, n, [&](u32 i) { return plain_four<F>(block + 17, h.whole, cells, i); });
-            } else if (first + kStretch <= n) {
-                fields = put_gapped(h, block, cells, sink, first, fields);
-            } else {
-                put_rows(h, (const u8*)block + 68, cells, sink, first, n, fields);
-            }
-        }
+// Floors from value `first` on, up to `end`, by as many threads.
+template <int FLOOR>
+DEVICE void stage_floors(const Source<Float32, FLOOR>& source, u32 first, u32 end, LaneCells& cells, u32 thread, u32 threads) {
+    constexpr u32 kMore = 8;
+    for (u32 i = first + thread; i < end; i += kMore * threads) {
+        FloorInput in[kMore];
+#pragma unroll
+        for (u32 k = 0; k < kMore; k++) in[k] = i + k * threads < end ? load_floor(source, i + k * threads) : FloorInput{0, 0};
+#pragma unroll
+        for (u32 k = 0; k < kMore; k++)
+            if (i + k * threads < end) cells.cell[i + k * threads] = (u32)make_floor(source, in[k]);
     }
 }
 
-// The floors of a block, by all threads.
-template <int FLOOR>
-DEVICE void stage_floors(const Source<Float32, FLOOR>& source, u32 n, LaneCells& cells) {
-    constexpr u32 kMore = 8;
-    for (u32 first = threadIdx.x; first < n; first += kMore * kSmallThreads) {
-        FloorInput in[kMore];
-#pragma unroll
-        for (u32 k = 0; k < kMore; k++) {
-            u32 i = first + k * kSmallThreads;
-            in[k] = i < n ? load_floor(source, i) : FloorInput{0, 0};
+constexpr u32 kFloorsAhead = 2 * kStretch;  // floors that are there before rows are popped
+
+template <class F, int CODING, int FLOOR, bool ADD>
+DEVICE void put_values(const Source<Float32, FLOOR>& source, Handover& over, typename CellsOf<CODING>::Type& cells,
+                       const Sink<F, ADD>& sink, u32 n) {
+    typedef typename F::Bits Bits;
+    u32 fields = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < n; first += kStretch) {
+        if constexpr (CODING == kNear) {
+            u32 from = first + kFloorsAhead, end = min_u32(from + kStretch, n);
+            stage_floors(source, from, end, cells, lane_id(), 32);
+            if (from < end) hand_over(over.floors, end);
         }
-#pragma unroll
-        for (u32 k = 0; k < kMore; k++) cells.cell[(first + k * kSmallThreads) % kBlock] = (u32)make_floor(source, in[k]);
+        if (await_more(over.ready, first) == kStop) return;
+        u32 kind = over.kind;
+        const u32* block = over.block;
+        DenseHead h = over.head;
+        if (kind == kSparse) {
+            put_stretch(sink, first, n, [](u32) { return Four{{0, 0, 0, 0}}; });
+        } else if (kind == kRaw) {
+            const Bits* raw = (const Bits*)block;
+            bool together = n == (u32)kBlock && can_load_four<F>(raw);
+            put_stretch(sink, first, n, [=](u32 i) {
+                if (together) return load_four<F>(raw, i, true);
+                Four four = {{0, 0, 0, 0}};
+                for (u32 k = 0; k < 4 && i + k < n; k++) four.v[k] = raw[i + k];
+                return four;
+            });
+        } else if constexpr (CODING != kFixed) {
+            put_stretch(sink, first, n, [&](u32 i) { return load_four<Float32>(cells.cell, i, true); });
+        } else if (n == (u32)kBlock && h.fields == n && h.rest == 0) {
+            put_stretch(sink, first, n, [&](u32 i) { return plain_four<F>(block + 17, h.whole, cells, i); });
+        } else if (first + kStretch <= n) {
+            fields = put_gapped(h, block, cells, sink, first, fields);
+        } else {
+            put_rows(h, (const u8*)block + 68, cells, sink, first, n, fields);
+        }
     }
 }
 
@@ -344,10 +389,12 @@ DEVICE void small_decode(const Args& a) {
         return;
     }
     room.length[threadIdx.x] = (u8)length;
-    if (threadIdx.x < BLOCKS) over[threadIdx.x].ready = 0;
+    if (threadIdx.x < BLOCKS) over[threadIdx.x].ready = 0, over[threadIdx.x].floors = kFloorsAhead;
     if constexpr (CODING == kNear)
-        for (u32 b = 0; b < here; b++)
-            stage_floors(Source<Float32, FLOOR>(a, t, (first + b) * kBlock), (u32)values_in(t, (first + b) * kBlock), cells[b]);
+        for (u32 b = 0; b < here; b++) {
+            u32 n = min_u32((u32)values_in(t, (first + b) * kBlock), kFloorsAhead);
+            stage_floors(Source<Float32, FLOOR>(a, t, (first + b) * kBlock), 0, n, cells[b], threadIdx.x, kSmallThreads);
+        }
     __syncthreads();
     Codes c = canonical(room);
     write_lookup(c, lookup);
@@ -361,7 +408,8 @@ DEVICE void small_decode(const Args& a) {
                                                     lists, rows);
         stop_unless_begun(over[own]);
     } else if (own < here && warp < 2 * BLOCKS) {
-        put_values<F, CODING, ADD>(over[own], cells[own], Sink<F, ADD>(t, start), (u32)values_in(t, start));
+        put_values<F, CODING>(Source<Float32, FLOOR>(a, t, start), over[own], cells[own], Sink<F, ADD>(t, start),
+                              (u32)values_in(t, start));
     }
     if (fault && lane_id() == 0) atomicOr(pointer<u32>(a.status), fault);
     end_ticket(a);
