@@ -19,8 +19,10 @@ from gradzip.collectives import Elsewhere, Topology
 from gradzip.collectives.coder import all_finite
 from gradzip.engines.layout import Floor
 from gradzip.feedback import Memory
+from gradzip.hooks.ahead import Ahead
 from gradzip.hooks.ways import Ways
 from gradzip.sensitivity import Grids, rules
+from gradzip.sensitivity.survey import fetch
 
 # -- grids -------------------------------------------------------------------------------------------------------------
 
@@ -347,3 +349,38 @@ def test_a_rank_alone_hands_its_buckets_back() -> None:
     assert all(seen == ({"take_whole"}, True, 3, 0) for seen in out.values())
     assert alone == ({"take"}, False)
     assert after == ["take", "take_whole"]
+
+
+# -- numbers of a GPU --------------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_were_not_copied_are_read() -> None:
+    model = nn.Linear(2, 2)
+    steps = [torch.tensor(3.0), torch.tensor(4.0)]
+    ahead = Ahead(model, lambda: steps)  # type: ignore[arg-type]
+    model(torch.ones(2))  # they are on the CPU: nothing to copy
+    assert ahead.read(steps) == [3.0, 4.0]
+    steps[0] += 1
+    assert ahead.read(steps) == [4.0, 4.0]
+    ahead.remove()
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.gpu
+def test_numbers_of_a_gpu_come_ahead_and_are_read_again_where_they_changed() -> None:
+    model = nn.Linear(2, 2).cuda()
+    steps = [torch.tensor(float(i), device="cuda") for i in range(3)]
+    ahead = Ahead(model, lambda: steps)  # type: ignore[arg-type]
+    x = torch.ones(2, device="cuda")
+    for _ in range(3):
+        model(x)
+        reads: list[int] = []
+        patch = pytest.MonkeyPatch()
+        patch.setattr("gradzip.hooks.ahead.fetch", lambda numbers, reads=reads: reads.append(1) or fetch(numbers))
+        assert ahead.read(steps) == [float(step) for step in steps]
+        assert ahead.read(steps[1:2]) == [float(steps[1])]
+        assert not reads
+        torch._foreach_add_(steps, 1)
+        assert ahead.read(steps) == [float(step) for step in steps]
+        assert reads
+        patch.undo()

@@ -19,7 +19,6 @@ from .message import Outcome
 from .pipeline import Agreement, Job
 from .terms import Steps
 
-
 _AT_EXIT = 6.0  # seconds that peers have to come to their end, and with it to that of what is under way to them
 _changed = threading.Condition()
 _under_way = 0

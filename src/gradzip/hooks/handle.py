@@ -30,7 +30,9 @@ from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
 from ..refresh import SharedBook
+from ..sensitivity.survey import fetch
 from . import report
+from .ahead import Ahead
 from .checkpoint import read_checkpoint
 from .metrics import Metrics, Writer
 from .premises import Premises
@@ -93,6 +95,7 @@ class Handle:
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
         self._premises = None if optimizer is None else Premises(optimizer, self._warn)
+        self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         if self._channel.rank == 0:
             shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
             report.say(report.at_attach(self._ways.of(policy, 1.0), shapes, self._channel.world))
@@ -194,6 +197,8 @@ class Handle:
         self.on_detach = None
         if self._premises is not None:
             self._premises.remove()
+        if self._ahead is not None:
+            self._ahead.remove()
         self._drain()
         self._channel.leave()
 
@@ -305,8 +310,10 @@ class Handle:
         self._say()
         if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
             report.say(report.in_steps(self.stats()))
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        ways = self._ways.of(self._policy, scale, floors=not is_alone(self._channel))
+        read = fetch if self._ahead is None else self._ahead.read
+        held = self._scale_held()
+        scale = read([held])[0] if held is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
+        ways = self._ways.of(self._policy, scale, read, floors=not is_alone(self._channel))
         if ways is not self._scheme.ways:
             self._scheme = _Scheme(ways)
         plain = self._scheme.plain and not self._memory.residuals
@@ -332,6 +339,21 @@ class Handle:
         if self._premises is not None:
             self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
+
+    def _scale_held(self) -> torch.Tensor | None:
+        """Where the scaler keeps the loss scale, if it is torch's own."""
+        scaler = self._scaler
+        return scaler._get_scale_async() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+
+    def _numbers(self) -> list[torch.Tensor]:
+        """What backward will have to know of the device."""
+        held = self._scale_held()
+        numbers = [] if held is None else [held]
+        if self._scheme.graded and self._optimizer is not None:
+            numbers += [
+                state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)
+            ]
+        return numbers
 
     def _has_joined(self) -> bool:
         """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
