@@ -1,8 +1,8 @@
 """The GComp body on NVIDIA GPUs. Same bytes as the reference engine.
 
-Works on the current CUDA stream of the calling thread; one thread per stream at a time. `encode` waits for the stream
-once, to learn sizes; `decode` once, to learn whether the payload was sound. `encode_many` and `decode_many` do so for
-all their tensors together.
+Works on the current CUDA stream of the calling thread; one thread per stream at a time. `encode` waits once, until the
+size is known: the body is there for what follows on the stream. `decode` waits once, to learn whether the payload was
+sound. `encode_many` and `decode_many` do so for all their tensors together.
 """
 
 from __future__ import annotations

@@ -202,6 +202,10 @@ class Device:
         self._functions[kernel] = function, shared
         return max(1, count.value) * self._processors
 
+    def fits(self, shared: int) -> bool:
+        """Whether a group can have so many bytes of shared memory."""
+        return shared <= self._shared_per_group
+
     def warps(self, shared: int) -> int:
         """The number of warps per group that makes the most of the GPU, if each needs `shared` bytes."""
 

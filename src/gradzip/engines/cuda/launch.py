@@ -23,12 +23,13 @@ LANE_ROOM = 256 * 4 + 2048  # bytes of shared memory of encode_lanes
 LANE_GROUPS = 32  # of encode_lanes per multiprocessor, as many as it takes
 SMALL_BLOCKS = 512  # up to so many blocks a group of threads encodes each...
 SMALL_ENCODERS = 4  # ...with so many groups per multiprocessor
-SMALL_DECODED_BLOCKS = 4096  # up to so many blocks such a group decodes several...
-SMALL_DECODED = 4  # ...these
+SMALL_DECODED_BLOCKS = 4096  # up to so many blocks (codings 1 and 2: half) such a group decodes several...
+SMALL_DECODED = 4  # ...these, with two warps for each
 SMALL_DECODERS = 3  # such groups per multiprocessor, for 25 MiB at once
 SMALL_THREADS = 256
 FIXED_CELLS = 2 * BLOCK  # bytes of shared memory per block of small_decode
 LANE_CELLS = 4 * BLOCK
+SMALL_ROOM = 4096  # and what else it takes, at the most
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_PREPARED = 512  # launches that are kept for the next time
 CODE_STRIDE = 260
@@ -60,6 +61,10 @@ class Launcher(Protocol):
 
         The compiler sees to it that registers suffice for `least` groups per multiprocessor.
         """
+        ...
+
+    def fits(self, shared: int) -> bool:
+        """Whether a group can have so many bytes of shared memory."""
         ...
 
     def warps(self, shared: int) -> int:
@@ -167,7 +172,7 @@ class _Kernel:
     """A kernel as it is launched for one kind of tensors."""
 
     name: str
-    warps: int  # per group
+    warps: int  # per group; or blocks
     resident: int  # groups that run at once
 
 
@@ -202,21 +207,24 @@ def _decode_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ad
 
 
 @cache
-def _small_kernel(on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool) -> str:
+def _small_kernel(
+    on: Launcher, dtype: torch.dtype, coding: int, floor: str, keep: int | None, truncate: bool
+) -> _Kernel:
     if coding != FIXED:
         name = f"small_lanes<{_CODINGS[coding]}, {floor}>"
     else:
         stored = torch.bfloat16 if keep is not None and keep <= 7 else dtype
         name = f"small_fixed<{_TYPES[dtype]}, {_TYPES[stored]}, {'kAsIs' if keep is None else 'kRounded'}>"
-    on.load(name, SMALL_THREADS, 0, SMALL_ENCODERS)
-    return name
+    return _Kernel(name, 1, on.load(name, SMALL_THREADS, 0, SMALL_ENCODERS))
 
 
 @cache
-def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, adds: bool) -> str:
-    name = f"small_decode<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(adds).lower()}, {SMALL_DECODED}>"
-    on.load(name, SMALL_THREADS, SMALL_DECODED * (FIXED_CELLS if coding == FIXED else LANE_CELLS), SMALL_DECODERS)
-    return name
+def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, adds: bool) -> _Kernel:
+    cells, blocks = FIXED_CELLS if coding == FIXED else LANE_CELLS, SMALL_DECODED
+    while blocks > 1 and not on.fits(blocks * (cells + SMALL_ROOM)):
+        blocks //= 2
+    name = f"small_decode<{_TYPES[dtype]}, {_CODINGS[coding]}, {floor}, {str(adds).lower()}, {blocks}>"
+    return _Kernel(name, blocks, on.load(name, SMALL_THREADS, blocks * cells, SMALL_DECODERS))
 
 
 def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prepared:
@@ -228,7 +236,7 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prep
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
-        most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS
+        most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS // (1 if coding == FIXED else 2)
         small = sum(blocks_of(part.values.numel()) for part in parts) <= most
         known = (SmallLaunch if small else Launch)(parts, coding, job, encodes, on, stream, space)
         if len(space.prepared) >= MOST_PREPARED:
@@ -355,7 +363,7 @@ class SmallLaunch:
         self._describe(parts, coding, job)
 
     def _describe(self, parts: Sequence[Part], coding: int, job: Job) -> None:
-        together = 1 if self._encodes else SMALL_DECODED
+        together = self._kernel.warps
         groups = segments = 0
         packed = []
         for part in parts:
@@ -373,7 +381,7 @@ class SmallLaunch:
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
         self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
-        self._start = self._on.bind(self._kernel, self._arguments, groups, SMALL_THREADS, self._stream)
+        self._start = self._on.bind(self._kernel.name, self._arguments, groups, SMALL_THREADS, self._stream)
 
     def run(self) -> None:
         space = self._space

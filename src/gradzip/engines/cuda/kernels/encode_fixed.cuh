@@ -216,18 +216,12 @@ DEVICE void write_byte_planes(const typename F::Bits* values, u32* planes) {
     }
 }
 
-// Four bytes of each lane, one after the other, to any place: as words, since a warp's bytes take the memory as long.
+// Four bytes of each lane, one after the other, to any place; as words, but for the ends.
 DEVICE void write_lane_words(u8* to, u32 word) {
     u32 late = (u32)(u64)to & 3, lane = lane_id();
-    u32 before = __shfl_up_sync(kAll, word, 1), last = __shfl_sync(kAll, word, 31);
-    u32* words = (u32*)(to - late);
-    if (late == 0) {
-        words[lane] = word;
-        return;
-    }
-    if (lane) words[lane] = word << 8 * late | before >> (32 - 8 * late);
-    else
-        for (u32 k = 0; k < 4 - late; k++) to[k] = (u8)(word >> 8 * k);
+    u32 before = __shfl_up_sync(kAll, word, 1), first = __shfl_sync(kAll, word, 0), last = __shfl_sync(kAll, word, 31);
+    if (lane || !late) ((u32*)(to - late))[lane] = __funnelshift_l(before, word, 8 * late);
+    if (late && lane < 4 - late) to[lane] = (u8)(first >> 8 * lane);
     if (lane < late) to[128 - late + lane] = (u8)(last >> 8 * (4 - late + lane));
 }
 
