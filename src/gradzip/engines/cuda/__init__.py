@@ -264,21 +264,20 @@ def _readable(
 ) -> Part:
     """A body that is long enough for its tables, at an address where kernels may read words."""
     float_layout(out.dtype)
-    shared = 0 if book is None else 1
-    if body.numel() < BODY_HEAD_BYTES:
+    shared, size, numel = 0 if book is None else 1, body.numel(), out.numel()
+    if size < BODY_HEAD_BYTES:
         raise Truncated("the gcomp body ends inside its head")
-    if body.numel() < blocks_offset(out.numel(), shared):
+    if size < blocks_offset(numel, shared):
         raise Truncated("the gcomp body ends inside its tables")
-    if body.data_ptr() % 4 or body.numel() % 4:
-        padded = torch.zeros((body.numel() + 3) // 4 * 4, dtype=torch.uint8, device=body.device)
-        padded[: body.numel()] = body
-    else:
-        padded = body
-    if out.numel() == 0:
+    padded = body
+    if size % 4 or body.data_ptr() % 4:
+        padded = torch.zeros((size + 3) // 4 * 4, dtype=torch.uint8, device=body.device)
+        padded[:size] = body
+    if numel == 0:
         _check_empty(body, shared)
-    if blocks_of(out.numel()) >= 1 << 31:
-        raise Unsupported(f"{out.numel()} values are too many for one launch: decode it in parts")
-    return Part(out, padded, body.numel(), floor if out.dtype == torch.float32 else None, book, addend=addend)
+    if blocks_of(numel) >= 1 << 31:
+        raise Unsupported(f"{numel} values are too many for one launch: decode it in parts")
+    return Part(out, padded, size, floor if out.dtype == torch.float32 else None, book, None, addend)
 
 
 def _check_empty(body: torch.Tensor, shared: int) -> None:

@@ -142,16 +142,12 @@ def _pack(part: Part, first_group: int, first_segment: int) -> bytes:
 
 def batches(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
     """Parts that are launched together: of one type and kind of floor, and not too many."""
+    kinds = [(part.values.dtype, floor_kind(part.floor), part.addend is None) for part in parts]
     start = 0
     for end in range(1, len(parts) + 1):
-        full = end - start == MOST_TENSORS
-        if end == len(parts) or full or _alike(parts[start]) != _alike(parts[end]):
+        if end == len(parts) or end - start == MOST_TENSORS or kinds[start] != kinds[end]:
             yield parts[start:end]
             start = end
-
-
-def _alike(part: Part) -> tuple[object, ...]:
-    return part.values.dtype, floor_kind(part.floor), part.addend is None
 
 
 @cache
@@ -254,15 +250,17 @@ def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Te
 
 
 def _identity(part: Part) -> tuple[object, ...]:
-    """All that a part's arguments depend on."""
-    floor = part.floor
+    """All that a part's arguments depend on. Asked for in every call, so no function of its own for an address."""
+    values, body, body_bytes, floor, lengths, tables, addend = part
+    grid: object = None
     if isinstance(floor, Floor):
-        grid: tuple[int, ...] = (floor.theta.data_ptr(), _address(floor.second), floor.c0, floor.c1, floor.c2)
-    else:
-        grid = (_address(floor),)
+        grid = floor.theta.data_ptr(), _address(floor.second), floor.c0, floor.c1, floor.c2
+    elif floor is not None:
+        grid = floor.data_ptr()
     return (
-        part.values.data_ptr(), part.values.numel(), part.values.dtype, _address(part.body), part.body_bytes,
-        _address(part.lengths), _address(part.tables), _address(part.addend), grid,
+        values.data_ptr(), values.numel(), values.dtype, body_bytes, grid,
+        None if body is None else body.data_ptr(), None if lengths is None else lengths.data_ptr(),
+        None if tables is None else tables.data_ptr(), None if addend is None else addend.data_ptr(),
     )  # fmt: skip
 
 
