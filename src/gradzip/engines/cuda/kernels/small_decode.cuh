@@ -119,45 +119,36 @@ DEVICE u32 stage_fixed(Stream& s, const u32* table, const DenseHead& h, int n, F
     return h.pruned ? (u32)n - sum(zeros) : (u32)n;
 }
 
-// Pops a code, and a lane part of up to 8 * CHUNKS bits, which is returned. How many bits a lane has, and how many each pop
-// takes, says which of them need a byte, so that votes and bytes need not wait for each other.
-template <int CHUNKS>
-DEVICE u32 pop_chunks(Stream& s, u32 length, int width, u32 missing) {
-    u32 before = 0, votes[CHUNKS + 1], bytes[CHUNKS + 1], field = 0, x = s.state >> length;
-    bool few[CHUNKS + 1];
-    int at = s.at;
-#pragma unroll
-    for (int k = 0; k <= CHUNKS; k++) {
-        u32 refills = (length + (u32)min_int(width, 8 * k) + missing) >> 3;
-        few[k] = refills > before;
-        before = refills;
-        votes[k] = __ballot_sync(kAll, few[k]);
-    }
-#pragma unroll
-    for (int k = 0; k <= CHUNKS; k++) {
-        bytes[k] = few[k] ? s.window[(u32)(at - __popc(votes[k] & s.upper)) % kWindow] : 0;
-        at -= __popc(votes[k]);
-    }
-    s.at = at;
-#pragma unroll
-    for (int k = 0; k < CHUNKS; k++) {
-        u32 count = (u32)max_int(0, min_int(width - 8 * k, 8));
-        x = few[k] ? x << 8 | bytes[k] : x;
-        field |= (x & ((1u << count) - 1)) << 8 * k;
-        x >>= count;
-    }
-    s.state = few[CHUNKS] ? x << 8 | bytes[CHUNKS] : x;
-    return field;
-}
-
-// A row in near mode.
+// A row in near mode, all pops of a lane at once: how many bits it has and how many each pop takes says which of them need
+// a byte, so that votes and bytes need not wait for each other.
 DEVICE u32 near_row(Stream& s, const u32* table, bool here, int floor, u32& fields, u32& seen) {
     u32 entry = here ? table[s.state & 255] : 0, missing = (u32)__clz((int)s.state) - 16;
     if (any((entry & kEscaped) != 0)) return lane_row<kNear, true>(s, table, here, floor, fields, seen);
     seen |= entry;
-    int e = (int)((entry >> 23) & 255), width = (1 + kept_bits(e, floor)) & -(int)(e != 0);
+    int e = (int)((entry >> 23) & 255), width = e ? 1 + kept_bits(e, floor) : 0;
+    u32 length = entry & 15, before = 0, count[4], bytes[4];
+    int at = s.at;
     fields += width > 0;
-    u32 field = any(width > 16) ? pop_chunks<3>(s, entry & 15, width, missing) : pop_chunks<2>(s, entry & 15, width, missing);
+    for (int k = 0; k < 4; k++) count[k] = k ? (u32)max_int(0, min_int(width - 8 * (k - 1), 8)) : length;
+    bool few[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 popped = length + (u32)min_int(width, 8 * k), refills = (popped + missing) >> 3;
+        few[k] = refills > before;
+        before = refills;
+        u32 votes = __ballot_sync(kAll, few[k]);
+        bytes[k] = few[k] ? s.window[(u32)(at - __popc(votes & s.upper)) % kWindow] : 0;
+        at -= __popc(votes);
+    }
+    s.at = at;
+    u32 field = 0, x = s.state;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (k) field |= (x & ((1u << count[k]) - 1)) << 8 * (k - 1);
+        x >>= count[k];
+        if (few[k]) x = x << 8 | bytes[k];
+    }
+    s.state = x;
     field <<= (24 - width) & 31;
     return (entry & 0x7f800000u) | (field & 0x7fffffu) | ((field << 8) & 0x80000000u);
 }
@@ -167,14 +158,19 @@ template <int CODING>
 DEVICE u32 stage_lanes(Stream& s, const u32* table, int n, LaneCells& cells, Handover& over, u32& seen) {
     u32 fields = 0, lane = lane_id();
 #pragma unroll 1
-    for (int row = 0; row < n; row += 32) {
+    for (int row = 0; row < n; row += 64) {
         if (CODING == kNear && row % (int)kStretch == 0) await_more(over.floors, (u32)row);
-        u32 i = (u32)row + lane;
-        int floor = (int)cells.cell[i];
-        if (row % 64 == 0) s.advance();
-        cells.cell[i] = CODING == kNear ? near_row(s, table, i < (u32)n, floor, fields, seen)
-                                        : lane_row<CODING, true>(s, table, i < (u32)n, floor, fields, seen);
-        if ((row + 32) % (int)kStretch == 0) hand_over(over.ready, (u32)min_int(row + 32, n));
+        int floor[2];
+        for (u32 k = 0; k < 2; k++) floor[k] = (int)cells.cell[(u32)row + 32 * k + lane];
+        s.advance();
+#pragma unroll
+        for (u32 k = 0; k < 2; k++) {
+            u32 i = (u32)row + 32 * k + lane;
+            bool here = i < (u32)n;
+            cells.cell[i] = CODING == kNear ? near_row(s, table, here, floor[k], fields, seen)
+                                            : lane_row<CODING, true>(s, table, here, floor[k], fields, seen);
+        }
+        if ((row + 64) % (int)kStretch == 0) hand_over(over.ready, (u32)min_int(row + 64, n));
     }
     hand_over(over.ready, (u32)n);
     return sum(fields);
@@ -324,7 +320,7 @@ DEVICE void stage_floors(const Source<Float32, FLOOR>& source, u32 first, u32 en
     }
 }
 
-constexpr u32 kFloorsAhead = kStretch;  // floors that are there before rows are popped
+constexpr u32 kFloorsAhead = 2 * kStretch;  // floors that are there before rows are popped
 
 template <class F, int CODING, int FLOOR, bool ADD>
 DEVICE void put_values(const Source<Float32, FLOOR>& source, Handover& over, typename CellsOf<CODING>::Type& cells,
