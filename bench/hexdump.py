@@ -137,7 +137,7 @@ def walk(data: bytes) -> tuple[list[str], list[str]]:
     """The annotated bytes, and what a few lanes do."""
     dump = Dump(data)
     dump.take(2, 'magic "GZ"')
-    dump.take(1, "version 0")
+    dump.take(1, "version 1")
     dump.take(1, "codec 2, gcomp")
     dump.take(1, "dtype 0, float32")
     dump.take(1, "flags: no checksum")

@@ -5,7 +5,7 @@ namespace gz {
 namespace {
 
 constexpr uint64_t kHeader = 24, kEntry = 8;  // of a frame without a checksum, and of the table of sizes
-constexpr int kVersion = 0;
+constexpr int kVersion = 1;
 
 void store64(uint8_t* p, uint64_t v) {
     store32(p, uint32_t(v));

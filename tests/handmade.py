@@ -131,7 +131,7 @@ def frame(coding: int, dtype: int, numel: int, code: Code | None, book: int, blo
     index = b"".join(struct.pack("<H", len(data) // 4 | kind << 14) for kind, data in blocks)
     body = bytes([coding, book != 0, 0, 0]) + struct.pack("<I", book)
     body += (code.table() if code else b"") + index + bytes(-len(index) % 4) + b"".join(data for _, data in blocks)
-    return b"GZ" + bytes([0, 2, dtype, 0, 0, 0]) + struct.pack("<QQ", numel, len(body)) + body
+    return b"GZ" + bytes([1, 2, dtype, 0, 0, 0]) + struct.pack("<QQ", numel, len(body)) + body
 
 
 # -- the frames --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gradzip.codecs.gcomp import GComp
 from gradzip.engines import reference
 
 GOLDENS = goldens.goldens()
-HELP = "the format changed: if it was meant to, run `python tests/goldens.py` and note it in CHANGELOG.md"
+HELP = "the format changed, and this version of it is kept for ever: a change takes a new version"
 
 
 @pytest.fixture(params=["reference", *isas()])
@@ -110,9 +110,15 @@ def test_no_file_is_forgotten_or_large() -> None:
     assert max(path.stat().st_size for path in files.values()) <= LARGEST
 
 
-def test_goldens_of_a_version_that_is_kept_are_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "VERSION", 1)
+def test_goldens_are_added_to_but_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goldens, "FOLDER", tmp_path)
-    with pytest.raises(SystemExit, match="refused: frames of format version 1"):
+    name = next(iter(goldens.all_frames()))
+    goldens.write()
+    goldens.write()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in FOLDER.iterdir()
+    }
+    (tmp_path / f"{name}.bin").write_bytes(b"older")
+    with pytest.raises(SystemExit, match=f"refused: frames of format version 1 are kept for ever, and {name} would"):
         goldens.write()
-    assert not list(tmp_path.iterdir())
+    assert (tmp_path / f"{name}.bin").read_bytes() == b"older"

@@ -52,7 +52,7 @@ def test_header_round_trip(codec_id: int, dtype: torch.dtype, numel: int, body: 
 
 def test_header_bytes_are_those_of_the_specification() -> None:
     packed = wire.pack_header(codec_id=2, dtype=torch.bfloat16, numel=0x0102030405, body_bytes=7, check=True)
-    assert packed == bytes.fromhex("475a 00 02 01 01 0000 0504030201000000 0700000000000000")
+    assert packed == bytes.fromhex("475a 01 02 01 01 0000 0504030201000000 0700000000000000")
 
 
 # -- checksum --------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_reserved_bits_are_rejected(bit: int) -> None:
     [
         (0, 0, "not a gradzip frame"),
         (1, 0, "not a gradzip frame"),
-        (2, 1, "version 1"),
+        (2, 2, "version 2"),
         (3, 255, "unknown codec"),
         (4, 4, "dtype"),
     ],

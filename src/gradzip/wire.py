@@ -22,7 +22,7 @@ import torch
 from .errors import Corrupt, Truncated, Unsupported
 
 MAGIC = b"GZ"
-VERSION = 0
+VERSION = 1  # kept for ever: what it may hold is in docs/format.md, and in tests/golden/v1
 HEADER_BYTES = 24
 CHECKSUM_BYTES = 8
 FLAG_CHECKSUM = 1
