@@ -1,18 +1,22 @@
 """Writes docs/benchmarks.md from the files in bench/results; `--check` only says whether the page is up to date.
 
     gradzip bench codec --rounds 25 --csv cpu_codec.csv
-    gradzip bench codec --rounds 15 --isa avx2 --csv avx2.csv --codecs 'gcomp:mode=lossless;gcomp:keep=7;gcomp;zstd'
+    gradzip bench codec --rounds 25 --isa avx2 --csv avx2.csv --codecs 'gcomp:mode=lossless;gcomp:keep=7;gcomp;zstd'
     gradzip bench codec --device cuda --input gradient.pt --csv gpu_codec.csv    # on a GPU
     sh bench/net.sh                                                              # net.csv
-    gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- \\
-        gradzip bench net --device cuda --values 6553600,65536000 --input gradient.pt --csv net_gpu.csv
     gradzip emulate --hosts 4 --rate 1gbit -- python bench/steps.py --csv steps_cpu.csv --network '4 x 1 Gbit/s'
-    gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- python bench/steps.py --model gpt2 --csv steps_gpu.csv
+    G='gradzip emulate --gpu-share --hosts 4 --rate 10gbit --'                   # on a GPU
+    $G gradzip bench net --device cuda --values 6553600,65536000 --input gradient.pt --csv net_gpu.csv
+    torchrun --nproc-per-node 1 bench/steps.py --model gpt2 --steps 9 --network 'one rank' --csv steps_gpu.csv
+    $G python bench/steps.py --model gpt2 --warm 5 --network '4 x 10 Gbit/s' --csv steps_gpu.csv
+    $G python bench/transports.py --csv transports.csv
+    torchrun --nproc-per-node 1 bench/hook_cost.py --model gpt2 --csv hook_cost.csv
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
 behind it, the first rows of one at 100 Mbit/s (`--steps 2 --warm 1`), which was stopped; torch's PowerSGD at 1 Gbit/s
-is from a run with `--policies '' --steps 3 --warm 3 --silence 40`.
+is from a run with `--policies '' --steps 3 --warm 3 --silence 40`. On the GPU, --codecs and --policies named what the
+tables show.
 """
 
 from __future__ import annotations
@@ -65,11 +69,31 @@ by the ratio. *Sent* is what leaves a host.
 
 STEPS_HEAD = """
 ## Training steps
-Median of a few steps with AdamW on random batches, of the slowest of four ranks: a perceptron of 20 M parameters on two
-cores, and GPT-2 of 124 M in BF16 autocast on one H200 that the ranks share. *torch* are torch's own hooks; their ratio
-is not counted. All replicas ended with the same bits.
+Median of a few steps with AdamW on random batches, of the slowest rank: a perceptron of 20 M parameters on two cores,
+and GPT-2 of 124 M in BF16 autocast on one H200, by one rank (where gradzip codes nothing) and by four that share it.
+*torch* are torch's own hooks; their ratio is not counted. All replicas ended with the same bits.
 
 | network | device | hook | ms | speed-up | ratio |
+|---|---|---|---|---|---|
+"""
+
+
+TRANSPORTS_HEAD = """
+## Transports
+Four ranks that share an H200, 10 Gbit/s each: every rank sends so many megabytes to each other one, from GPU to GPU.
+Gloo's rows have the copies to and from the host's memory in them, one behind the other; in an exchange of several
+chunks these overlap with the wire. The last two rows are sums of that size.
+
+| way | MB | ms | Gbit/s |
+|---|---|---|---|
+"""
+
+COST_HEAD = """
+## What attach costs by itself
+GPT-2 of 124 M on one H200, one rank, which codes and sends nothing: milliseconds of a step, medians of policies that
+took turns; *hook* is what gradzip's hook takes of backward, on the host.
+
+| policy | forward | backward | optimizer | added to the step | hook |
 |---|---|---|---|---|---|
 """
 
@@ -123,6 +147,20 @@ def gpu_table() -> str:
     return GPU_HEAD + "\n".join(lines) + "\n"
 
 
+def transports_table() -> str:
+    lines = [f"| {r['way']} | {r['megabytes']} | {r['ms']} | {r['gbit_per_s']} |" for r in read("transports.csv")]
+    return TRANSPORTS_HEAD + "\n".join(lines) + "\n"
+
+
+def cost_table() -> str:
+    fields = ("forward_ms", "backward_ms", "optimizer_ms", "added_ms", "hook_ms")
+    lines = [
+        f"| `{r['policy']}` | " + " | ".join(f"{float(r[name]):.1f}" for name in fields) + " |"
+        for r in read("hook_cost.csv")
+    ]
+    return COST_HEAD + "\n".join(lines) + "\n"
+
+
 def page() -> str:
     rows = read("cpu_codec.csv")
     lines = [
@@ -132,7 +170,8 @@ def page() -> str:
     ]
     speeds = [float(r["memcpy_gbps"]) for r in rows]
     note = f"\nThe copy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s ({rows[0]['processor']})."
-    return HEAD + "\n".join(lines) + "\n" + note + "\n" + gpu_table() + net_table() + steps_table()
+    tables = [gpu_table(), net_table(), transports_table(), steps_table(), cost_table()]
+    return HEAD + "\n".join(lines) + "\n" + note + "\n" + "".join(tables)
 
 
 def main() -> int:
