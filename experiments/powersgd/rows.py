@@ -23,6 +23,6 @@ _CIFAR = {
 _LSTM = {"plain": "plain", "rank 4": "powersgd:rank=4", "rank 2": "powersgd:rank=2", "rank 1": "powersgd:rank=1"}
 
 ROWS = [
-    *((Run("powersgd", LSTM, row, policy, minutes=3.5), 3) for row, policy in _LSTM.items()),
+    *((Run("powersgd", LSTM, row, policy, minutes=3.0), 3) for row, policy in _LSTM.items()),
     *((Run("powersgd", CIFAR, row, policy, minutes=2.2), 3) for row, policy in _CIFAR.items()),
 ]
