@@ -132,7 +132,7 @@ def test_the_best_option_is_the_best_of_all(problem: tuple[Tables, np.ndarray], 
         times.append(reference(tables, changed).end_s)
     before = evaluator.time(plan)
     option, time = evaluator.best(plan, unit, np.arange(tables.options, dtype=np.int32), before)
-    assert time == min(times) == times[option]
+    assert time == times[option] == pytest.approx(min(times), rel=1e-12)  # sums in another order may differ
     if times[plan[unit]] == time:
         assert option == plan[unit], "an equal option is no reason to change"
 

@@ -116,7 +116,7 @@ def _request(args: argparse.Namespace) -> Request:
     if args.cores_per_rank is not None:
         if not 0 < args.cores_per_rank < math.inf:
             raise PlanError(f"--cores-per-rank {args.cores_per_rank}: give a number above 0")
-        profile = replace(profile, cores_per_rank=min(1.0, args.cores_per_rank))
+        profile = replace(profile, cores_per_rank=args.cores_per_rank)
     topology = Topology(
         profile.hosts if args.hosts is None else args.hosts,
         profile.ranks_per_host if args.gpus_per_host is None else args.gpus_per_host,

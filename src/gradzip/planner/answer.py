@@ -228,10 +228,11 @@ def break_even(request: Request) -> float | None:
 
 def _pays_at(request: Request, rate: float) -> bool:
     here = replace(request, topology=_at(request.topology, rate))
-    steps = []
+    steps: list[float] = []
     for limits in (replace(request.limits, codecs=()), request.limits):
         problem = replace(here, limits=limits).problem()
-        steps.append(problem.outside_s + search(problem).time_s)
+        step_s = problem.outside_s + search(problem).time_s
+        steps.append(step_s if steps else min(step_s, problem.plain_s))
     return steps[0] / steps[1] - 1 > LEAST_GAIN
 
 

@@ -133,12 +133,14 @@ class Pilot:
         self._recorder.backward_is_over()
         if self._steps == WARM:
             begin = time.perf_counter()
-            self._benchmarks = benchmarks(self.model, self.optimizer, self.auto.offered(), self._say)
+            offered, own = self.auto.offered(), self._recorder.own
+            self._benchmarks = benchmarks(self.model, self.optimizer, offered, self._say, own=own)
             self._measured_s = time.perf_counter() - begin
 
     def _after_step(self, *_: Any) -> None:
         self._recorder.end_step(count=self._counts())
         self._steps += 1
+        self._recorder.keeps_own = self.plan is None and self._steps == WARM
         if self.plan is None and self._steps == WARM + SETTLING + TIMED:
             self._switch()
         elif self._checked_at == self._steps:

@@ -63,6 +63,8 @@ def baselines(
 
 def _bf16(network: Network, units: list[Unit]) -> Baseline:
     problem = Problem(network, units, Limits(codecs=(BF16,)))
+    if network.by_nccl:
+        return Baseline("BF16 all-reduce", problem.ddp_s(0.5), "torch's hook, by NCCL; conversion is not counted")
     return Baseline("BF16 all-reduce", problem.step_s(problem.uniform(Option(BF16, problem.device, "allreduce"))))
 
 

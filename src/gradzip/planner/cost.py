@@ -20,8 +20,8 @@ from .timeline import CPU, D2H, GPU, H2D
 Amount = npt.NDArray[np.float64]  # a factor for each feature
 
 # 1; tensors, each of which makes frames of its own; raw bytes; payload bytes of one rank's gradient, and of the
-# sum over a host, over all hosts and over all ranks. Payloads of sums are larger only for codecs that forward the union
-# of what ranks chose.
+# sum over a host, over all hosts and over all ranks. Payloads of sums are larger for codecs that forward the union of
+# what ranks chose, and where sums have more bits than gradients.
 FEATURES = ("one", "tensors", "raw", "payload", "payload_intra", "payload_inter", "payload_flat")
 HEADER_BYTES = 32.0  # of a frame
 EXCHANGES = 2  # of the route on which the cost of a chunk was measured
@@ -52,8 +52,8 @@ class Pricing:
 
     def ddp(self, size_bytes: float) -> tuple[float, float]:
         """DDP's own all-reduce of a bucket: seconds that it holds the links, and until it is there after that."""
-        cost = self.network.cost("ar", "flat")
-        if self.network.profile.transport != "host":
+        cost = self.network.cost("ddp", "flat")
+        if self.network.profile.transport != "host" or self.network.by_nccl:
             return cost.latency_s + cost.s_per_byte * size_bytes, 0.0
         busy = cost.cpu_s_per_byte / self.network.share  # a single thread, for which no other one waits
         return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.share)
@@ -73,9 +73,9 @@ class Pricing:
         """Low rank: two averages that depend on each other, a third of the work before, between and after them."""
         walk = _Walk(self, codec)
         for _ in range(2):
-            walk.code("enc", device, 1 / 3)
+            walk.code("enc", device, 1.0, 1 / 3)
             walk.communicate("ar", "flat", walk.held() / 2)
-        walk.code("enc", device, 1 / 3)
+        walk.code("enc", device, 1.0, 1 / 3)
         walk.coded = False
         return walk.finish()
 
@@ -143,14 +143,15 @@ class _Walk:
             self.add(name, D2H if place == "cpu" else H2D, seconds, name)
         self.place = place
 
-    def code(self, kind: str, device: str, share: float) -> None:
+    def code(self, kind: str, device: str, share: float, part: float = 1.0) -> None:
+        """Codes that share of the tensors; `part` of the work."""
         assert self.codec is not None
         self.move(device)
         curve = (self.codec.encode if kind == "enc" else self.codec.decode)[device]
         times = self.contributions if kind == "dec" else 1.0
         if not self.pricing.free:
             line, each = curve.line, curve.frame_s * self.frames * times
-            seconds = amount(one=line.latency_s, tensors=each, raw=line.s_per_byte * share * times)
+            seconds = part * amount(one=line.latency_s, tensors=each, raw=line.s_per_byte * share * times)
             if device == "cpu":
                 seconds /= self.pricing.network.cores
             source = f"{kind} {self.codec.name}@{device}"
@@ -226,11 +227,19 @@ def _line(curve: Curve | None) -> Line:
     return Line(0.0, 0.0) if curve is None else curve.line
 
 
-def features(raw: float, payload: float, codec: CodecCost | None, network: Network, tensors: float = 1.0) -> Amount:
-    """The features of so many tensors with so many bytes that become so many when coded."""
+def features(
+    raw: float,
+    payload: float,
+    codec: CodecCost | None,
+    network: Network,
+    tensors: float = 1.0,
+    payload_of_sum: float | None = None,
+) -> Amount:
+    """The features of so many tensors with so many bytes that become so many when coded; sums of ranks may differ."""
+    summed = payload if payload_of_sum is None else payload_of_sum
     topology = network.topology
     grows = codec is not None and codec.grows
     sizes = [payload] + [
-        min(raw, payload * topology.size(group)) if grows else payload for group in ("intra", "inter", "flat")
+        min(raw, payload * topology.size(group)) if grows else summed for group in ("intra", "inter", "flat")
     ]
     return np.array([1.0, tensors, raw, *sizes])

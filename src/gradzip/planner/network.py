@@ -25,6 +25,7 @@ BITS = 8
 # How much longer work takes where a rank has no core at all than its share of one would tell. With half a core it took
 # 1.5 to 1.6 times as long at the rate that was profiled, at most twice as long at another (experiments/prediction).
 WAITING, MOST_WAITING = 1.0, 2.0
+SOCKETS_APART = 2.0  # cores of a rank from which on sockets and coding do not share one
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Network:
     def _make(self, kind: str, group: str, active: int) -> Cost:
         transport, topology = self.profile.transport, self.topology
         measured = self._find(kind, group)
+        if kind == "ddp":
+            kind, transport = "ar", "nccl" if self.by_nccl else transport
         line = measured.curve.line
         there = Topology.of(self.profile)
         bytes_there = wire_factor(kind, measured.peers, transport)
@@ -115,14 +118,23 @@ class Network:
         more_rounds = _rounds(kind, peers, transport) / _rounds(kind, measured.peers, transport)
         more_bytes = wire_factor(kind, peers, transport) / bytes_there
         cpu = Line(0.0, 0.0) if measured.cpu is None else measured.cpu.line
-        return Cost(
-            _resources(kind, group, topology, transport),
-            line.latency_s * more_rounds,
-            max(wire_here * slower, wire_here + rest * wire_factor(kind, peers, transport)),
-            f"{measured.kind}.{measured.group}",
-            cpu.latency_s * more_rounds,
-            cpu.s_per_byte * more_bytes,
-        )
+        s_per_byte = max(wire_here * slower, wire_here + rest * wire_factor(kind, peers, transport))
+        cpu_s, cpu_s_per_byte = cpu.latency_s * more_rounds, cpu.s_per_byte * more_bytes
+        if self.sockets_apart:  # nothing else waits for their core, but no byte can pass sooner than they work
+            s_per_byte, cpu_s, cpu_s_per_byte = max(s_per_byte, cpu_s_per_byte), 0.0, 0.0
+        source = f"{measured.kind}.{measured.group}"
+        resources = _resources(kind, group, topology, transport)
+        return Cost(resources, line.latency_s * more_rounds, s_per_byte, source, cpu_s, cpu_s_per_byte)
+
+    @property
+    def by_nccl(self) -> bool:
+        """Whether plain gradients go by NCCL, and coded ones from the host's memory."""
+        return any(kind == "ddp" for kind, _ in self._measured)
+
+    @property
+    def sockets_apart(self) -> bool:
+        """Whether a rank has a core for sockets beside the one that codes."""
+        return (self.profile.cores_per_rank or 1.0) >= SOCKETS_APART
 
     @property
     def cores(self) -> float:
@@ -144,6 +156,8 @@ class Network:
 
     def _find(self, kind: str, group: str) -> Collective:
         """The measurement that stands for a collective; what is not the same is noted."""
+        if kind == "ddp" and not self.by_nccl:
+            kind = "ar"
         nearest = {"flat": ("flat", "inter", "intra"), "inter": ("inter", "flat", "intra")}
         for candidate in nearest.get(group, ("intra", "flat", "inter")):
             if (kind, candidate) in self._measured:

@@ -27,8 +27,8 @@ CUTTINGS = ("cut", "grouped", "whole")
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk of a unit. For each of CUTTINGS: raw bytes, coded ones by codec, and tensors; zeros where there are fewer
-    chunks.
+    """A chunk of a unit. For each of CUTTINGS: raw bytes, coded ones by codec, of a rank's gradient and of sums, and
+    tensors; zeros where there are fewer chunks.
     """
 
     unit: int
@@ -129,14 +129,16 @@ class Problem:
         tensors = [unit.tensors[piece.tensor] for piece in chunk]
         raw = [piece.numel * t.item_bytes for piece, t in zip(chunk, tensors)]
         payloads = [sum(r / c.ratio_of(t.name) for r, t in zip(raw, tensors)) if c else 0.0 for c in codecs]
-        return (float(sum(raw)), *payloads, float(len(chunk)))
+        sums = [sum(r / c.sum_ratio_of(t.name) for r, t in zip(raw, tensors)) if c else 0.0 for c in codecs]
+        return (float(sum(raw)), *payloads, *sums, float(len(chunk)))
 
     def _amounts(self, size: tuple[float, ...], column: int, codec: CodecCost | None) -> Amount:
         """Features of a chunk, none where there is no chunk."""
         raw, *payloads, tensors = size
         if not raw:
             return np.zeros(len(FEATURES))
-        return features(raw, payloads[column - 1], codec, self.network, tensors)
+        codecs = len(payloads) // 2
+        return features(raw, payloads[column - 1], codec, self.network, tensors, payloads[codecs + column - 1])
 
     @property
     def outside_s(self) -> float:
@@ -145,10 +147,14 @@ class Problem:
 
     @cached_property
     def plain_s(self) -> float:
-        """A step in which nothing is compressed: DDP's own all-reduces, one after the other."""
+        """A step in which nothing is compressed."""
+        return self.ddp_s()
+
+    def ddp_s(self, part: float = 1.0) -> float:
+        """A step with DDP's own all-reduces, one after the other, of that part of the bytes."""
         clock, latency_s = 0.0, 0.0
         for unit in self.units:
-            busy_s, latency_s = self.pricing.ddp(unit.raw_bytes)
+            busy_s, latency_s = self.pricing.ddp(part * unit.raw_bytes)
             clock = max(clock, unit.ready_s) + busy_s
         return self.outside_s + max(clock + latency_s, self.network.profile.backward_s)
 
@@ -187,7 +193,7 @@ class Problem:
     def _residuals(self) -> dict[str, float]:
         profile = self.network.profile
         found = {f"{c.kind}.{c.group}": c.curve.line.residual for c in profile.collectives}
-        found |= {f"cpu {c.kind}.{c.group}": c.cpu.line.residual for c in profile.collectives if c.cpu}
+        found |= {f"cpu {c.kind}.{c.group}": c.cpu.line.residual if c.cpu else 0.0 for c in profile.collectives}
         found |= {name: curve.line.residual for name, curve in profile.copies.items()}
         for cost in profile.codecs.values():
             for kind, curves in (("enc", cost.encode), ("dec", cost.decode)):

@@ -23,7 +23,8 @@ VERSION = 2
 DEVICES = ("cpu", "gpu")
 TRANSPORTS = ("host", "nccl")  # what carries coded data: sockets from host memory, or NCCL from GPU memory
 GROUPS = ("intra", "inter", "flat")
-KINDS = ("ar", "rs", "ag", "a2a", "red", "gat", "bc")
+# `ddp` is DDP's own all-reduce, where other means than those of coded data carry it (NCCL beside host memory).
+KINDS = ("ar", "rs", "ag", "a2a", "red", "gat", "bc", "ddp")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
@@ -104,8 +105,9 @@ class CodecCost:
     ratio: float  # raw bytes / payload bytes, over all gradients
     encode: Mapping[str, Curve]
     decode: Mapping[str, Curve]
-    ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors, by name
+    ratios: Mapping[str, float] = field(default_factory=dict)  # of single tensors of one rank, by name
     grows: bool = False  # the payload of a sum is the union of its addends', as with sparse codecs
+    sum_ratios: Mapping[str, float] = field(default_factory=dict)  # of the mean of all ranks, where it is not the same
 
     @cached_property
     def name(self) -> str:
@@ -113,6 +115,10 @@ class CodecCost:
 
     def ratio_of(self, name: str) -> float:
         return self.ratios.get(name, self.ratio)
+
+    def sum_ratio_of(self, name: str) -> float:
+        """Of the mean of all ranks: gradients from BF16 arithmetic, say, have fewer bits than their sums."""
+        return self.sum_ratios.get(name, self.ratio_of(name))
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class Profile:
     step_s: float | None = None  # a whole step, as it was run
     exposed_s: float | None = None  # of the exchange that was measured, what backward did not hide
     chunk_s: float = 0.0  # of a core, that the runtime's threads take for each chunk beside coding
-    cores_per_rank: float | None = None  # that a thread gets while all ranks are at work; None: a whole one
+    cores_per_rank: float | None = None  # while all ranks of a machine are at work; None: one
     bucket_bytes: int | None = None  # DDP's bucket_cap_mb in that run
     steps: int = 0  # how many were measured
     origin: Mapping[str, str] = field(default_factory=dict)  # what was measured and what was computed, in words
@@ -220,6 +226,7 @@ class Profile:
                 text: {
                     "ratio": cost.ratio,
                     "ratios": dict(cost.ratios),
+                    "sum_ratios": dict(cost.sum_ratios),
                     "grows": cost.grows,
                     "encode": {device: _curve_json(curve) for device, curve in cost.encode.items()},
                     "decode": {device: _curve_json(curve) for device, curve in cost.decode.items()},
@@ -311,17 +318,23 @@ def _codec(text: str, r: _Reader, names: set[str]) -> CodecCost:
         codec = parse(text)
     except CodecError as error:
         raise PlanError(f"{r.where}: {error}") from error
-    ratios = r.mapping("ratios")
-    for name, ratio in ratios.items():
-        if name not in names:
-            raise PlanError(f"{r.where}.ratios names {name!r}, which is not among the tensors{nearest(name, names)}")
-        if not isinstance(ratio, int | float) or not ratio > 0:
-            raise PlanError(f"{r.where}.ratios[{name!r}] is {ratio!r}: a ratio is above 0")
+    ratios = _ratios(r, "ratios", names)
+    sum_ratios = _ratios(r, "sum_ratios", names) if "sum_ratios" in r.data else {}
     encode = {d: c.curve() for d, c in r.entries("encode", DEVICES)}
     decode = {d: c.curve() for d, c in r.entries("decode", DEVICES)}
     if set(encode) != set(decode) or not encode:
         raise PlanError(f"{r.where}: encode and decode must be there for the same devices, at least for one")
-    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("grows", bool))
+    return CodecCost(codec, r.positive("ratio"), encode, decode, ratios, r.get("grows", bool), sum_ratios)
+
+
+def _ratios(r: _Reader, key: str, names: set[str]) -> Mapping[str, float]:
+    ratios = r.mapping(key)
+    for name, ratio in ratios.items():
+        if name not in names:
+            raise PlanError(f"{r.where}.{key} names {name!r}, which is not among the tensors{nearest(name, names)}")
+        if not isinstance(ratio, int | float) or not ratio > 0:
+            raise PlanError(f"{r.where}.{key}[{name!r}] is {ratio!r}: a ratio is above 0")
+    return ratios
 
 
 class _Reader:

@@ -12,10 +12,12 @@ All ranks count their optimizer steps, so all of them start the benchmarks at th
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ from ..profile import Profile
 from .coding import measure_codecs, measure_copies
 from .pipeline import measure_chunk
 from .record import Recorder
-from .wire import measure_network
+from .wire import measure_network, own_group
 
 VARIABLE = "GRADZIP_PROFILE"
 DEFAULT_CODECS = ("gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast:to=bf16", "topk", "powersgd:rank=4")
@@ -73,15 +75,31 @@ def benchmarks(
     codecs: Sequence[str],
     say: Callable[[str], None],
     inter_bits_per_s: float | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
+    spent: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """What a profile holds beside the times of steps. Call it on all ranks after the same backward."""
-    device = next(model.parameters()).device
-    return {
-        "codecs": measure_codecs(model, optimizer, codecs, say),
-        "copies": measure_copies(device),
-        "chunk_s": measure_chunk(model.process_group, device),
-        **measure_network(model.process_group, inter_bits_per_s),
+    """What a profile holds beside the times of steps. Call it on all ranks after the same backward.
+
+    `own` are this rank's gradients before that averaged them; `spent` is told how long it took.
+    """
+    device, group = next(model.parameters()).device, model.process_group
+    own_group(group)  # setting it up counts for none of these
+    marks = [time.perf_counter()]
+
+    def timed(result: Any) -> Any:
+        marks.append(time.perf_counter())
+        return result
+
+    found = {
+        "codecs": timed(measure_codecs(model, optimizer, codecs, say, own)),
+        "copies": timed(measure_copies(device)),
+        "chunk_s": timed(measure_chunk(group, device)),
+        **timed(measure_network(group, device, inter_bits_per_s)),
     }
+    seconds = [later - sooner for sooner, later in itertools.pairwise(marks)]
+    parts = (f"{what} {s:.1f}" for what, s in zip(("codecs", "copies", "threads", "network"), seconds))
+    spent(f"that took {sum(seconds):.1f} s: {', '.join(parts)}")
+    return found
 
 
 class _Session:
@@ -119,6 +137,7 @@ class _Session:
         assert self.recorder is not None
         self.recorder.end_step(count=self.steps > WARM + 1)
         self.steps += 1
+        self.recorder.keeps_own = self.steps == WARM
         if self.steps >= self.settings.steps:
             self.end()
             if not self.settings.keep_going:
@@ -129,7 +148,9 @@ class _Session:
         model = self.recorder.model
         self._say(f"measuring codecs and network on {dist.get_world_size(model.process_group)} ranks")
         nominal = self.settings.inter_bits_per_s
-        self.benchmarks = benchmarks(model, optimizer, self.settings.codecs, self._say, nominal)
+        self.benchmarks = benchmarks(
+            model, optimizer, self.settings.codecs, self._say, nominal, self.recorder.own, self._say
+        )
 
     def end(self) -> None:
         """Writes what there is; also when the script ends early."""

@@ -1,5 +1,8 @@
 """What codecs cost and save on real gradients: messages that go through the runtime's own jobs, on all ranks at once.
 
+What a rank sends first is its own gradient, before it is averaged; what it sends then is a mean. These may differ much:
+of gradients from BF16 arithmetic half of the bits are 0, of their mean none.
+
 Other ranks are played by a mirror, which sends what this one sends. So everything counts that the runtime does around a
 codec's calls (buffers, sums, error feedback, the look for NaN), and nothing of the wire. On the CPU it is counted in
 seconds of a core, which other work on the machine does not change.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,8 +37,9 @@ from ..profile import CodecCost, Curve
 
 SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
 SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
+MOST = max(SIZES_ON_GPU)
 MANY, SMALL = 16, 1 << 10  # tensors of a chunk that has many, and the values of each that a rank gets
-ROUNDS = 3
+ROUNDS, ROUNDS_ON_GPU = 3, 9  # a GPU that ranks share lets one of them wait now and then
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
 Gradient = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, gradient
@@ -46,37 +50,50 @@ def measure_codecs(
     optimizer: torch.optim.Optimizer,
     texts: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
+    own: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, CodecCost]:
-    """Costs by the codecs' text forms; one that cannot code these gradients is left out, and said."""
-    gradients = [(clean_name(n), p, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    """Costs by the codecs' text forms; one that cannot code these gradients is left out, and said.
+
+    `own` are this rank's gradients before they were averaged, as far as they are known.
+    """
+    means = [(clean_name(n), p, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    gradients = [(name, p, (own or {}).get(name, mean)) for name, p, mean in means]
     world = dist.get_world_size(model.process_group)
     costs = {}
     for text in texts:
         codec = parse(text)
         dist.barrier(model.process_group)  # all ranks code at the same time, as they will
         try:
-            costs[str(codec)] = _cost(codec, gradients, optimizer, world)
+            costs[str(codec)] = _cost(codec, gradients, optimizer, world, means if own else ())
         except GradzipError as error:
             say(f"{codec} is left out: {error}")
     return costs
 
 
-def _cost(codec: Codec, gradients: Sequence[Gradient], optimizer: torch.optim.Optimizer, world: int) -> CodecCost:
+def _cost(
+    codec: Codec,
+    gradients: Sequence[Gradient],
+    optimizer: torch.optim.Optimizer,
+    world: int,
+    means: Sequence[Gradient] = (),
+) -> CodecCost:
     own = {g.device.type for _, _, g in gradients}
     with torch.no_grad():
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
         floors = _floors(codec, optimizer)
         ratios = _ratios(codec, gradients, floors)
+        sums = {} if codec.fixed_size else _ratios(codec, means, floors)
         encode, decode = {}, {}
         name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
         for device in ("cpu", "gpu") if own == {"cuda"} else ("cpu",):
             place = torch.device("cpu") if device == "cpu" else gradient.device
-            flat, floor = flatten(gradient, parameter).to(place), _moved(floors.get(parameter), place)
+            flat, floor = flatten(gradient, parameter)[:MOST].to(place), floors.get(parameter)
+            floor = None if floor is None else _moved(floor[:MOST], place)
             encode[device], decode[device] = _curves(Stand(codec, device, place, world), name, flat, floor)
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
-    return CodecCost(codec, raw / payload, encode, decode, ratios, grows=isinstance(codec, SparseFrame))
+    return CodecCost(codec, raw / payload, encode, decode, ratios, isinstance(codec, SparseFrame), sums)
 
 
 def _floors(codec: Codec, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
@@ -164,7 +181,8 @@ class Stand:
     def stages(self, tensors: Sequence[torch.Tensor], contexts: list[Context]) -> list[float]:
         """Seconds of each stage: the median of some messages, the second of which has residuals to add."""
         self.memory = Memory(0)
-        rounds = [self._send([t.clone() for t in tensors], contexts) for _ in range(1 + ROUNDS)][1:]
+        count = ROUNDS_ON_GPU if self.place.type == "cuda" else ROUNDS
+        rounds = [self._send([t.clone() for t in tensors], contexts) for _ in range(1 + count)][1:]
         return [statistics.median(stage) for stage in zip(*rounds)]
 
     def _send(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[float]:
@@ -256,7 +274,7 @@ def measure_copies(device: torch.device) -> dict[str, Curve]:
 
 def _copied(to: torch.Tensor, of: torch.Tensor) -> float:
     times = []
-    for _ in range(1 + ROUNDS):
+    for _ in range(1 + ROUNDS_ON_GPU):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         to.copy_(of, non_blocking=True)

@@ -26,6 +26,8 @@ class Recorder:
         self.names = {p: clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
         self.device = next(iter(self.names)).device
         self.steps = 0
+        self.keeps_own = False  # for the codecs to be measured on: not in steps that are timed
+        self.own: dict[str, torch.Tensor] = {}  # gradients of this rank, before they are averaged
         self._marks: dict[str, Mark] = {}
         self._ready: dict[str, Mark] = {}
         self._times: dict[str, list[float]] = {}
@@ -64,8 +66,10 @@ class Recorder:
         self._marks["backward"] = self._mark()
         self._ready.clear()  # of gradient accumulation only the last pass counts
 
-    def _gradient(self, name: str, _: torch.Tensor) -> None:
+    def _gradient(self, name: str, parameter: torch.Tensor) -> None:
         self._ready[name] = self._mark()
+        if self.keeps_own and parameter.grad is not None:  # DDP takes it after this hook
+            self.own[name] = parameter.grad.detach().clone()
 
     def backward_is_over(self) -> None:
         self._marks["optimizer"] = self._mark()
@@ -86,7 +90,7 @@ class Recorder:
                 self._note("step", _seconds(self._previous, end))
             self.steps += 1
         self._previous = end if count else None
-        self._marks, self._ready = {}, {}
+        self._marks, self._ready, self.own = {}, {}, {}
 
     def _note(self, what: str, seconds: float) -> None:
         self._times.setdefault(what, []).append(max(0.0, seconds))
