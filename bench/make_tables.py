@@ -14,9 +14,9 @@
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
-behind it, the first rows of one at 100 Mbit/s (`--steps 2 --warm 1`), which was stopped; torch's PowerSGD at 1 Gbit/s
-is from a run with `--policies '' --steps 3 --warm 3 --silence 40`. On the GPU, --codecs and --policies named what the
-tables show.
+behind it, one at 100 Mbit/s (`--torch bf16 --steps 2 --warm 1`, other work beside it), in two parts since it took
+longer than its time limit, without the second plain row; torch's PowerSGD at 1 Gbit/s is from a run with
+`--policies '' --steps 3 --warm 3 --silence 40`. On the GPU, --codecs and --policies named what the tables show.
 """
 
 from __future__ import annotations
