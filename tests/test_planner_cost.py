@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from planning import line, profile
 
+from gradzip.codecs import parse
 from gradzip.errors import PlanError
 from gradzip.planner.choices import Limits, choices, routes, twin
 from gradzip.planner.cost import Pricing, features
 from gradzip.planner.network import Network, Topology
-from gradzip.planner.profile import Collective, Link, Profile
+from gradzip.planner.profile import CodecCost, Collective, Link, Profile
 from gradzip.planner.timeline import CPU, INTER_IN, INTER_OUT, LINKS
 from gradzip.routes import Route
 
@@ -209,3 +210,49 @@ def test_sockets_take_their_part_of_the_processor() -> None:
         assert sockets == pytest.approx(1.5 * (1e-3 / 2 + 2e-9 * (MB / 2 + 32)) / 0.5, rel=1e-3)
         busy, _ = Pricing(net).ddp(MB)
         assert busy == pytest.approx(max(1.5 * 8 / rate, 2e-9 / 0.5) * MB, rel=1e-3)
+
+
+def test_with_a_core_of_their_own_sockets_hold_up_nothing_but_their_bytes() -> None:
+    worked = tuple(replace(c, cpu=line(1e-4, 50e-9)) for c in profile().collectives)
+    net = network(collectives=worked, cores_per_rank=4, chunk_s=1e-3)
+    found = seconds(net, "allgather", "cast", MB)
+    assert found["sockets"] == pytest.approx(1e-3 / 2)
+    assert found["ag.flat"] == pytest.approx(50e-9 * (MB / 2 + 32), rel=1e-6)
+    quick = network(collectives=tuple(replace(c, cpu=line(1e-4, 1e-9)) for c in worked), cores_per_rank=4)
+    assert seconds(quick, "allgather", "cast", MB)["ag.flat"] == pytest.approx(24e-9 * (MB / 2 + 32), rel=1e-6)
+
+
+def test_plain_gradients_are_priced_by_nccl_where_it_carries_them() -> None:
+    """Coded ones are not, and threads that spin while they wait for NCCL are no work."""
+    spinning = tuple(replace(c, cpu=line(1e-4, 100e-9)) for c in profile().collectives)
+    own = Collective("ddp", "inter", 4, line(1e-3, 14e-9))
+    net = network(collectives=(*spinning, own))
+    assert net.by_nccl
+    busy, after = Pricing(net).ddp(MB)
+    assert (busy, after) == (pytest.approx(1e-3 + 14e-9 * MB), 0.0)
+    assert net.cost("ar", "flat").source == "ar.inter"
+    assert net.cost("ddp", "flat").source == "ddp.inter"
+    faster, _ = Pricing(network(rate=1e10, collectives=(*spinning, own))).ddp(MB)
+    assert faster == pytest.approx(1e-3 + (1.2e-9 + 2e-9) * MB), "what is not the wire stays"
+    assert network().cost("ddp", "flat") == network().cost("ar", "flat"), "one measurement is enough where both are one"
+
+
+def test_sums_have_payloads_of_their_own() -> None:
+    """In BF16 arithmetic gradients have half of the bits that their means have."""
+    cost = replace(profile().codecs["gcomp:mode=lossless"], ratio=3.0, sum_ratios={"stem": 1.25})
+    assert (cost.sum_ratio_of("stem"), cost.sum_ratio_of("head")) == (1.25, 3.0)
+    net = network()
+    amounts = features(MB, MB / 3, cost, net, 1.0, MB / 1.25)
+    tasks = Pricing(net).coded(Route.parse("alltoall"), cost)
+    found = {task.label: float(task.seconds @ amounts) for task in tasks}
+    assert found["a2a.flat"] == pytest.approx(6e-9 * (MB / 3 + 4 * 32), rel=1e-6)
+    assert found["ag.flat"] == pytest.approx(24e-9 * (MB / 1.25 / 4 + 32), rel=1e-6)
+
+
+def test_all_rounds_of_low_rank_cost_what_was_measured_for_all() -> None:
+    curves = {"cpu": line(3e-3, 1e-9)}
+    cost = CodecCost(parse("powersgd:rank=4"), 100.0, curves, curves)
+    net = network()
+    tasks = Pricing(net).factors(cost, "cpu")
+    coding = sum(float(t.seconds @ features(MB, MB / 100, cost, net)) for t in tasks if t.label == "enc.cpu")
+    assert coding == pytest.approx(3e-3 + 1e-9 * MB)

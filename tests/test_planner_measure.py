@@ -36,9 +36,11 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 4))
 model = DistributedDataParallel(net, bucket_cap_mb=1)
 optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(dist.get_rank())
 for step in range({steps}):
     optimizer.zero_grad()
-    loss = model(torch.randn(8, 64)).square().mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(8, 64)).float().square().mean()
     time.sleep(0.002)  # the loss: part of forward
     loss.backward()
     optimizer.step()
@@ -71,7 +73,8 @@ def free_port() -> int:
 
 def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
     out, port = tmp_path / "profile.json", free_port()
-    options = ["--steps", "12", "--out", str(out), "--codec", "cast", "--codec", "gcomp", "--codec", "powersgd"]
+    options = ["--steps", "12", "--out", str(out), "--codec", "cast", "--codec", "powersgd"]
+    options += ["--codec", "gcomp:mode=lossless"]
     ranks = [start(tmp_path, rank, port, *options) for rank in range(2)]
     ended = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ended
@@ -85,14 +88,19 @@ def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
     assert (measured.hosts, measured.ranks_per_host) == (2, 1)
     assert measured.step_s is not None
     assert measured.step_s > measured.backward_s
-    assert set(measured.codecs) == {"cast", "gcomp", "powersgd"}
+    assert set(measured.codecs) == {"cast", "gcomp:mode=lossless", "powersgd"}
     assert measured.codecs["cast"].ratio == pytest.approx(2, rel=0.05)
     assert measured.codecs["powersgd"].ratio > 10
     assert {c.kind for c in measured.collectives} == {"ar", "rs", "ag", "a2a", "red", "gat", "bc"}
     assert measured.bucket_bytes == 1 << 20
     assert all(c.cpu is not None for c in measured.collectives)
     assert measured.cores_per_rank is not None
-    assert 0 < measured.cores_per_rank <= 1
+    assert 0 < measured.cores_per_rank <= (os.cpu_count() or 1)
+    exact = measured.codecs["gcomp:mode=lossless"]
+    assert set(exact.sum_ratios) == set(exact.ratios)
+    assert exact.ratios["2.weight"] > 1.3 * exact.sum_ratios["2.weight"], "a rank's own gradient has fewer bits"
+    assert measured.codecs["cast"].sum_ratios == {}
+    assert "that took" in ended[0][1]
     assert measured.exposed_s is not None
     found = answer(Request(measured, Topology(2, 1, 1e7), Limits(lossy=True)))
     assert found.pays

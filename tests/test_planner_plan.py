@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_plan_says_when_the_best_plan_is_none(
     assert any("do not compress" in note for note in answer["notes"])
     assert {str(o) for o in Plan.load(out).options.values()} == {"identity/allreduce"}
     assert answer["rows"][0]["why"]
+
+
+def test_a_gain_that_may_be_an_error_is_not_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model misses the plain step by more than the plan would gain: why, what to do, and a plan that is plain."""
+    measured, out = tmp_path / "profile.json", tmp_path / "plan.json"
+    replace(profile(), exposed_s=1.0).save(measured)
+    answer = json.loads(run(capsys, measured, "--codec", "cast", "--out", out, "--json"))
+    assert answer["pays"] is False
+    assert answer["speedup_fp32"] > 1.3
+    (why,) = (note for note in answer["notes"] if "do not compress yet" in note)
+    assert "the model misses by that the plain steps that were profiled" in why
+    assert "Profile again with more steps, on a quiet machine and network" in why
+    assert answer["notes"][-1].endswith(f"plain all-reduce for all gradients is in {out}")
+    assert answer["baselines"][-1]["name"] == "best plan (not written)"
+    assert {str(o) for o in Plan.load(out).options.values()} == {"identity/allreduce"}
 
 
 def test_plan_takes_shipped_models_and_bucket_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from gradzip.planner.baselines import BF16, baselines
 from gradzip.planner.choices import Limits
 from gradzip.planner.network import Network, Topology
 from gradzip.planner.problem import Problem
-from gradzip.planner.profile import Curve, Profile
+from gradzip.planner.profile import Collective, Curve, Profile
 from gradzip.planner.search import algorithm_1, algorithm_2, before_bubbles, by_size, search
 from gradzip.planner.timeline import CPU
 from gradzip.planner.units import DDP_BUCKET, DDP_FIRST_BUCKET, buckets, tensors
@@ -246,3 +246,18 @@ def test_plain_averaging_is_priced_as_ddp_does_it() -> None:
     case = Problem(Network(shared, Topology(4)), tensors(shared), LOSSY)
     busy = 40e-9 * shared.size_bytes
     assert case.plain_s == pytest.approx(case.outside_s + shared.tensors[0].ready_s + busy, rel=0.02)
+
+
+def test_where_nccl_carries_plain_gradients_bf16_and_break_even_are_measured_by_it() -> None:
+    """What the runtime would do with plain gradients is far slower here, and nobody would use it."""
+    slow = tuple(replace(c, curve=line(0.05, 100e-9)) for c in profile().collectives)
+    own = Collective("ddp", "inter", 4, line(1e-4, 12e-9))
+    measured = replace(profile(), collectives=(*slow, own))
+    case = Problem(Network(measured, Topology(4)), tensors(measured), LOSSY)
+    assert case.plain_s == pytest.approx(case.outside_s + 0.03 + 2 * 1e-4 + 12e-9 * 12e6)  # two that are ready late
+    found = answer(Request(measured, Topology(4), Limits(codecs=("cast",))))
+    half = Problem(Network(measured, Topology(4)), found.request.units(), LOSSY).ddp_s(0.5)
+    assert found.baselines[1].step_s == pytest.approx(half)
+    assert not found.pays
+    limit = break_even(found.request)
+    assert limit is None or limit < 1e9

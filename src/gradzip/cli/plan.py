@@ -14,7 +14,7 @@ from typing import Any
 from ..emulate import format_rate, parse_rate
 from ..errors import EmulationError, PlanError
 from ..planner import models, perfetto
-from ..planner.answer import Answer, Point, Request, answer, best_bucket, break_even, sweep
+from ..planner.answer import LEAST_GAIN, Answer, Point, Request, answer, best_bucket, break_even, sweep
 from ..planner.choices import Limits
 from ..planner.network import Topology
 from ..planner.profile import Profile
@@ -73,7 +73,7 @@ def add(commands: Commands) -> None:
         "--cores-per-rank",
         type=float,
         metavar="N",
-        help="that a coding thread gets (default: as in the profile; at most 1)",
+        help="less than 1 where ranks share cores (default: as in the profile)",
     )
     parser.add_argument("--codec", action="append", metavar="C", help="offer this codec; may be repeated")
     parser.add_argument("--lossy", action="store_true", help="offer all codecs of the profile, whatever they lose")
@@ -166,18 +166,34 @@ def verdict(found: Answer, limit: float | None) -> list[str]:
             f"{found.timeline.exposed_s * 1e3:.1f} ms of it are exchange that is not hidden"
         )
     else:
-        lines.append(
-            f"do not compress: the best plan has {100 * found.gain:.1f} % more speed than plain all-reduce "
-            f"({found.plain_s * 1e3:.1f} ms), which is no more than 1 %, or than twice the uncertainty of {off:.1f} %"
-        )
+        lines.append(_why_not(found))
+    pays = "pays" if found.pays else "is predicted to pay"
     if limit is None:
         lines.append("no bandwidth is low enough for compression to pay with these codecs")
     elif math.isinf(limit):
-        lines.append("compression pays at any bandwidth up to 3.2 Tbit/s")
+        lines.append(f"compression {pays} at any bandwidth up to 3.2 Tbit/s")
     else:
         where = "inside the host" if found.request.topology.hosts == 1 else "between hosts"
-        lines.append(f"compression pays (by more than 1 %) below about {format_rate(limit)} {where}")
+        lines.append(f"compression {pays} (by more than 1 %) below about {format_rate(limit)} {where}")
     return lines
+
+
+def _why_not(found: Answer) -> str:
+    """Why plain all-reduce is written, and what could be done about it."""
+    gain = f"{100 * found.gain:.1f} % faster than plain all-reduce ({found.plain_s * 1e3:.1f} ms)"
+    if found.gain <= LEAST_GAIN:
+        return f"do not compress: the best plan is no more than 1 % faster than plain all-reduce: {gain}"
+    if found.needed > found.crowding:
+        return (
+            f"do not compress yet: the best plan is predicted to be {gain}, but predictions may be off by "
+            f"{100 * found.uncertainty:.1f} % ({found.doubt}), and no gain below twice that can be promised. "
+            "Profile again with more steps, on a quiet machine and network"
+        )
+    return (
+        f"do not compress: the best plan is predicted to be {gain}, but ranks share processor cores here, and waiting "
+        f"for them may cost up to {100 * found.crowding:.1f} %. Give ranks more cores, or try it: "
+        'gradzip.attach(model, optimizer, "auto") measures and goes back if it is slower'
+    )
 
 
 def _notes(found: Answer, limit: float | None, out: Path) -> list[str]:
@@ -188,7 +204,8 @@ def _notes(found: Answer, limit: float | None, out: Path) -> list[str]:
     bound = found.baselines[-1].step_s
     if bound:
         notes.append(f"{100 * (found.step_s / bound - 1):.1f} % slower than if compression were free")
-    notes.append(f"found in {found.found.search_s * 1e3:.0f} ms; written to {out}")
+    what = "the plan is" if found.pays else "plain all-reduce for all gradients is"
+    notes.append(f"found in {found.found.search_s * 1e3:.0f} ms; {what} in {out}")
     return notes
 
 
@@ -218,7 +235,8 @@ def _baseline_rows(found: Answer) -> list[Row]:
         }
         for b in found.baselines
     ]
-    plan: Row = {"name": "this plan", "step_ms": found.step_s * 1e3, "speed": found.plain_s / found.step_s, "note": ""}
+    name = "this plan" if found.pays else "best plan (not written)"
+    plan: Row = {"name": name, "step_ms": found.step_s * 1e3, "speed": found.plain_s / found.step_s, "note": ""}
     return [*rows, plan]
 
 

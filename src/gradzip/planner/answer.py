@@ -20,6 +20,9 @@ from .units import DDP_BUCKET, Unit, buckets, tensors
 
 LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
 SURE = 2.0  # standard deviations of the prediction that a plan must gain
+# Steps that code on a GPU and send from the host's memory took 11 to 18 % longer than predicted from sound measurements
+# (GPT-2, four ranks that share an H200; see docs/log.md): what is behind it is not known, and not modelled.
+OFF_ON_GPU = 0.15
 BUCKETS_MB = (5, 10, 25, 50, 100)
 SLOWEST, FASTEST = 10e6, 3.2e12  # bit/s; where the break-even bandwidth is looked for
 
@@ -58,6 +61,7 @@ class Answer:
     timeline: Timeline
     step_s: float
     uncertainty: float  # relative
+    doubt: str  # where that comes from
     baselines: tuple[Baseline, ...]
     assumptions: tuple[str, ...]
 
@@ -76,7 +80,12 @@ class Answer:
     @property
     def pays(self) -> bool:
         """Compression gains more than the prediction may be off."""
-        return self.gain > max(LEAST_GAIN, SURE * self.uncertainty, self.crowding)
+        return self.gain > max(LEAST_GAIN, self.needed)
+
+    @property
+    def needed(self) -> float:
+        """The gain from which on a plan is sure to have one."""
+        return max(SURE * self.uncertainty, self.crowding)
 
     @property
     def crowding(self) -> float:
@@ -166,18 +175,30 @@ def answer(request: Request, *, hipress_least: int | None = None) -> Answer:
     step_s = problem.outside_s + found.time_s
     more = {} if hipress_least is None else {"hipress_least": hipress_least}
     compared = baselines(problem.network, problem.units, request.limits, **more)
-    plain_s = compared[0].step_s
-    assert plain_s is not None
+    uncertainty, doubt = _uncertainty(request, problem, found)
     return Answer(
         request,
         problem,
         found,
         problem.timeline(found.plan),
         step_s,
-        max(problem.uncertainty(found.plan), missed(request)),
+        uncertainty,
+        doubt,
         tuple(compared),
         tuple(problem.network.assumptions),
     )
+
+
+def _uncertainty(request: Request, problem: Problem, found: Found) -> tuple[float, str]:
+    """The largest of what is known to be uncertain, and what that is."""
+    profile = request.profile
+    coded_on_gpu = profile.transport == "host" and "gpu" in profile.devices
+    known = [
+        (problem.uncertainty(found.plan), "the measurements in the profile scatter"),
+        (missed(request), "the model misses by that the plain steps that were profiled"),
+        (OFF_ON_GPU if coded_on_gpu else 0.0, "steps that coded on a GPU have been off by that"),
+    ]
+    return max(known, key=lambda item: item[0])
 
 
 def missed(request: Request) -> float:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PlanError, nearest
 from ..plan import Plan
 from ..policy import Fixed
-from .answer import Request, answer
+from .answer import LEAST_GAIN, Request, answer
 from .choices import Limits
 from .measure import DEFAULT_CODECS, WARM, benchmarks
 from .measure.record import Recorder
@@ -186,6 +186,9 @@ class Pilot:
             f"{' and '.join(used)}, expected {step_ms:.0f} ms a step after {plain_ms:.0f} ms without"
             if found.pays and used
             else f"plain averaging: compression would not shorten the {plain_ms:.0f} ms of a step"
+            if found.gain <= LEAST_GAIN
+            else f"plain averaging: compression may shorten the {plain_ms:.0f} ms of a step by "
+            f"{1e3 * (found.plain_s - found.step_s):.0f} ms, but predictions may be off by as much"
         )
         return {"plan": plan.to_json(), "pays": bool(found.pays and used), "words": words}
 
