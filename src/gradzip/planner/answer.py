@@ -20,8 +20,8 @@ from .units import DDP_BUCKET, Unit, buckets, tensors
 
 LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
 SURE = 2.0  # standard deviations of the prediction that a plan must gain
-# Steps that code on a GPU and send from the host's memory took 11 to 18 % longer than predicted from sound measurements
-# (GPT-2, four ranks that share an H200; see docs/log.md): what is behind it is not known, and not modelled.
+# By how much predictions were off, as a root mean square, where gradients are coded on a GPU and sent from the host's
+# memory: GPT-2 on four ranks that share an H200, seven ways (docs/log.md).
 OFF_ON_GPU = 0.15
 BUCKETS_MB = (5, 10, 25, 50, 100)
 SLOWEST, FASTEST = 10e6, 3.2e12  # bit/s; where the break-even bandwidth is looked for

@@ -1,7 +1,7 @@
 """What collectives cost on the real ranks, alone: DDP's all-reduce on the model's own process group, and bytes from
-rank to rank as the runtime sends them, large ones in several messages at once. Every size is timed several times from a
-common start until the slowest rank is through, in turn with all others, so that a hiccup spoils one time of each and
-not all of one. Sizes grow until latency hardly matters, so that all of it takes a few seconds on slow networks too.
+rank to rank as the runtime sends them. Every size is timed several times from a common start until the slowest rank is
+through, in turn with all others, so that a hiccup spoils one time of each and not all of one. Sizes grow until latency
+hardly matters, so that all of it takes a few seconds on slow networks too.
 
 The seconds that the ranks' processors worked are counted, too, but not of NCCL: those who wait for it spin.
 """
@@ -23,9 +23,9 @@ from ...collectives import Topology
 from ..network import BITS, wire_factor
 from ..profile import Collective, Curve, Link
 
-MESSAGE = 8 << 20
 # Bytes that each rank puts in. The last one tells the rate of a link that lets the first megabytes pass at once.
-SIZES = (4 << 10, 512 << 10, 2 << 20, MESSAGE, 4 * MESSAGE)
+SIZES = (4 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
+ROOM = 512 << 20  # bytes that may arrive at once
 ROUNDS, ROUNDS_OF_LONG = 5, 3
 SHORT_S = 0.02  # a call of that length is repeated more often
 LONG_S = 0.5  # one of that length not at all
@@ -159,9 +159,16 @@ class _Series:
         """Sets up connections and memory, and finds out which sizes it takes."""
         self._time(SIZES[0])
         for size in SIZES:
+            if self.times and self.room(size) > ROOM:
+                break
             self.times[size] = [self._time(size)]
             if self.times[size][0][0] > ENOUGH_S:
                 break
+
+    def room(self, size: int) -> int:
+        """Bytes that arrive at the one who gets most."""
+        members = self.bench.topology.groups()[self.where].size
+        return size if self.kind in ("ar", "ddp", "rs", "a2a") else members * size
 
     def repeat(self, number: int) -> None:
         for size, times in self.times.items():
@@ -184,7 +191,7 @@ class _Series:
         """Seconds until the slowest rank is through, and those that a rank's processor worked, on average."""
         bench, members = self.bench, self.bench.topology.groups()[self.where].size
         whole = _memory("whole", size, "cuda" if self.kind == "ddp" else "cpu")
-        room = _memory("room", members * min(size, MESSAGE))
+        room = _memory("room", self.room(size))
         dist.barrier(bench.wire)
         begin, worked = time.perf_counter(), time.process_time()
         if self.kind == "ddp":
@@ -225,10 +232,7 @@ def _memory(what: str, size: int, device: str = "cpu") -> torch.Tensor:
 
 
 def _exchange(bench: _Bench, kind: str, where: str, whole: torch.Tensor, room: torch.Tensor) -> None:
-    """Data from rank to rank as a step of that kind sends it; sums are formed where a step forms them.
-
-    As with the runtime's chunks, several messages are under way at once. They arrive in the same room.
-    """
+    """Data from rank to rank as a step of that kind sends it; sums are formed where a step forms them."""
     members = bench.topology.groups()[where]
     others = [rank for rank in members.ranks if rank != bench.rank]
     first = members.ranks[0]
@@ -237,22 +241,15 @@ def _exchange(bench: _Bench, kind: str, where: str, whole: torch.Tensor, room: t
         to, of = ([first], []) if bench.rank != first else ([], others)
     elif kind == "bc":
         to, of = (others, []) if bench.rank == first else ([], [first])
-    dealt = members.size if kind in ("rs", "a2a") else 1
-    messages = [message[: max(1, message.numel() // dealt)] for message in torch.split(whole, MESSAGE // ITEM)]
-    rooms = [[room[i * m.numel() : (i + 1) * m.numel()] for i in range(len(of))] for m in messages]
+    size = max(1, whole.numel() // members.size) if kind in ("rs", "a2a") else whole.numel()
+    received = [room[i * size : (i + 1) * size] for i in range(len(of))]
     # Every receive is there before the first send; all works are kept until they are waited for.
-    works = [
-        dist.irecv(into, group=bench.wire, group_src=rank, tag=tag)
-        for tag, received in enumerate(rooms)
-        for rank, into in zip(of, received)
-    ]
-    for tag, message in enumerate(messages):
-        works += [dist.isend(message, group=bench.wire, group_dst=rank, tag=tag) for rank in to]
+    works = [dist.irecv(into, group=bench.wire, group_src=rank) for rank, into in zip(of, received)]
+    works += [dist.isend(whole[:size], group=bench.wire, group_dst=rank) for rank in to]
     for work in works:
         if work is not None:
             work.wait()
     if kind in ("rs", "red"):
-        for message, received in zip(messages, rooms):
-            total = message.clone()
-            for part in received:
-                total += part
+        total = whole[:size].clone()
+        for part in received:
+            total += part
