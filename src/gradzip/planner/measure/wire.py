@@ -27,7 +27,7 @@ from ..profile import Collective, Curve, Link
 SIZES = (4 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 ROOM = 512 << 20  # bytes that may arrive at once
 ROUNDS, ROUNDS_OF_LONG = 5, 3
-SHORT_S = 0.02  # a call of that length is repeated more often
+SHORT_S = 0.05  # a call of that length is repeated more often
 LONG_S = 0.5  # one of that length not at all
 ENOUGH_S = 0.03  # a call of that length tells the rate; larger sizes are left out then
 AT_WORK_S = 0.3
