@@ -182,7 +182,8 @@ def _why_not(found: Answer) -> str:
     """Why plain all-reduce is written, and what could be done about it."""
     gain = f"{100 * found.gain:.1f} % faster than plain all-reduce ({found.plain_s * 1e3:.1f} ms)"
     if found.gain <= LEAST_GAIN:
-        return f"do not compress: the best plan is no more than 1 % faster than plain all-reduce: {gain}"
+        steps = f"{found.step_s * 1e3:.1f} ms a step, and plain all-reduce {found.plain_s * 1e3:.1f} ms"
+        return f"do not compress: the best plan would take {steps}" + (", not 1 % more" if found.gain > 0 else "")
     if found.needed > found.crowding:
         return (
             f"do not compress yet: the best plan is predicted to be {gain}, but predictions may be off by "

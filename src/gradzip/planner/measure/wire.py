@@ -43,7 +43,7 @@ def measure_network(
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     topology = Topology.of_ranks(rank, ranks)
     by_nccl = device.type == "cuda" and "nccl" in dist.get_backend(group)
-    return _measure(_Bench(rank, own_group(group), topology, group, by_nccl), nominal_bits_per_s)
+    return _measure(_Bench(rank, own_group(group), topology, group, device, by_nccl), nominal_bits_per_s)
 
 
 _own: dict[tuple[str, int], Any] = {}
@@ -64,7 +64,8 @@ class _Bench:
     wire: Any  # a Gloo group of its own; ranks are numbers in it
     topology: Topology
     plain: dist.ProcessGroup  # that of DDP
-    by_nccl: bool = False  # what DDP averages
+    device: torch.device  # of the gradients
+    by_nccl: bool  # what DDP averages
 
     def slowest(self, seconds: float) -> float:
         slowest = torch.tensor(seconds, dtype=torch.float64)
@@ -190,13 +191,13 @@ class _Series:
     def _time(self, size: int) -> tuple[float, float]:
         """Seconds until the slowest rank is through, and those that a rank's processor worked, on average."""
         bench, members = self.bench, self.bench.topology.groups()[self.where].size
-        whole = _memory("whole", size, "cuda" if self.kind == "ddp" else "cpu")
+        whole = _memory("whole", size, bench.device if self.kind == "ddp" else _HOST)
         room = _memory("room", self.room(size))
         dist.barrier(bench.wire)
         begin, worked = time.perf_counter(), time.process_time()
         if self.kind == "ddp":
             dist.all_reduce(whole, group=bench.plain)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(bench.device)
         elif self.kind == "ar" and self.where == "flat":
             dist.all_reduce(whole, group=bench.wire if bench.by_nccl else bench.plain)
         elif self.kind == "ar":
@@ -220,10 +221,11 @@ def _timed_in_turn(series: Sequence[_Series]) -> list[Collective]:
         _kept.clear()
 
 
-_kept: dict[tuple[str, str], torch.Tensor] = {}
+_HOST = torch.device("cpu")
+_kept: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
-def _memory(what: str, size: int, device: str = "cpu") -> torch.Tensor:
+def _memory(what: str, size: int, device: torch.device = _HOST) -> torch.Tensor:
     """The same memory for all: what was never touched costs page faults."""
     values = max(1, size // ITEM)
     if (what, device) not in _kept or _kept[what, device].numel() < values:
