@@ -75,5 +75,5 @@ def install() -> Emulator:
     """From now on the cuda engine takes CPU tensors."""
     emulator = Emulator()
     launch.emulator = emulator
-    launch._workspaces.clear()  # what was prepared there is bound to the emulator of before
+    launch._of_thread.workspaces.clear()  # what was prepared there is bound to the emulator of before
     return emulator

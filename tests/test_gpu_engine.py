@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import emulated
 import pytest
@@ -16,7 +18,7 @@ from gradzip.codecs import Context, parse
 from gradzip.engines import huffman, reference
 from gradzip.engines.cuda import launch
 from gradzip.engines.layout import BODY_HEAD_BYTES, TABLE_BYTES, Floor, Job, body_bound, segments_of
-from gradzip.errors import CodecError, EngineError, GradzipError, Unsupported
+from gradzip.errors import CodecError, EngineError, GradzipError, Truncated, Unsupported
 
 MODES = ["gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=12", "gcomp", "gcomp:mode=paper"]
 
@@ -214,6 +216,65 @@ def _outcome(engine: str, codec: str, payload: torch.Tensor, context: Context) -
         return None
 
 
+def test_bodies_of_different_codings_are_added_once(gpu: emulated.Emulator) -> None:
+    x, floor = gradient(5_000), floors(5_000, "given")
+    bodies = []
+    for mode in ("lossless", "near", "paper"):
+        body = torch.empty(body_bound(5_000, torch.float32), dtype=torch.uint8)
+        bodies.append(body[: reference.encode(x, Job(mode), body, floor)])
+    sums = [torch.ones(5_000) for _ in bodies]
+    engines.load("cuda").decode_many(bodies, sums, [floor] * 3, add=True)
+    for body, found in zip(bodies, sums):
+        expected = torch.ones(5_000)
+        reference.decode(body, expected, floor, add=True)
+        assert same_bits(found, expected)
+
+
+def test_faults_of_a_sum_are_not_left_to_the_next(gpu: emulated.Emulator) -> None:
+    """One body is damaged where a kernel finds it, the next too short to be looked at."""
+    engine, x, job = engines.load("cuda"), gradient(5_000), Job("lossless")
+    body = torch.empty(body_bound(5_000, torch.float32), dtype=torch.uint8)
+    body = body[: reference.encode(x, job, body)]
+    damaged, out = body.clone(), torch.empty(5_000)
+    damaged[BODY_HEAD_BYTES + TABLE_BYTES] ^= 1  # the length of the first block
+    with pytest.raises(Truncated):
+        engine.sum_many([[damaged], [body[:20]]], [[None], [None]], [out])
+    engine.decode(body, out)
+    assert same_bits(out, x)
+
+
+def test_threads_that_share_a_stream(gpu: emulated.Emulator) -> None:
+    mine, others = launch.workspace(torch.device("cpu"), 0), list[object]()
+    thread = threading.Thread(target=lambda: others.append(launch.workspace(torch.device("cpu"), 0)))
+    thread.start()
+    thread.join()
+    assert launch.workspace(torch.device("cpu"), 0) is mine
+    assert others != [mine]
+
+
+def test_an_interrupted_launch(gpu: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how many tickets it took: what comes next must not count on it."""
+    if not launch.SMALL_BLOCKS:
+        pytest.skip("kernels for large messages count from 0")
+    engine, x, job = engines.load("cuda"), gradient(9_000), Job("lossless")
+    out, expected = (torch.zeros(body_bound(9_000, torch.float32), dtype=torch.uint8) for _ in range(2))
+    launch._of_thread.workspaces.clear()
+    size = engine.encode(x, job, out)
+    prepared: Any = next(iter(launch.workspace(x.device, 0).prepared.values()))
+    start = prepared._start
+
+    def interrupted() -> None:
+        start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepared, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.encode(x, job, out)
+    out.zero_()
+    assert engine.encode(x, job, out) == size == reference.encode(x, job, expected)
+    assert torch.equal(out[:size], expected[:size])
+
+
 def test_a_frame_in_near_mode_needs_floors(gpu: emulated.Emulator) -> None:
     x = gradient(5_000)
     body = torch.empty(body_bound(5_000, torch.float32), dtype=torch.uint8)
@@ -247,7 +308,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "large":
         monkeypatch.setattr(launch, "SMALL_BLOCKS", 0)
         monkeypatch.setattr(launch, "SMALL_DECODED_BLOCKS", 0)
-    launch._workspaces.clear()
+    launch._of_thread.workspaces.clear()
 
 
 @pytest.mark.gpu

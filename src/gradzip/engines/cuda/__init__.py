@@ -1,6 +1,6 @@
 """The GComp body on NVIDIA GPUs. Same bytes as the reference engine.
 
-Works on the current CUDA stream of the calling thread; one thread per stream at a time. `encode` waits once, until the
+Works on the current CUDA stream of the calling thread, whatever other threads do on it. `encode` waits once, until the
 size is known: the body is there for what follows on the stream. `decode` waits once, to learn whether the payload was
 sound. `encode_many` and `decode_many` do so for all their tensors together.
 """
@@ -145,16 +145,19 @@ def sum_many(
     """
     run: Prepared | None = None
     floors, books = floors or [None] * len(outs), books or [None] * len(outs)
-    for number, (bodies, values) in enumerate(zip(terms, plain)):
-        known = [(out, x) for out, x in zip(outs, values) if x is not None]
-        if known:
-            into, xs = [out for out, _ in known], [x for _, x in known]
-            torch._foreach_add_(into, xs) if number else torch._foreach_copy_(into, xs)
-        parts = [
+    parts_of_terms = [  # before the first launch: one that nobody waits for would leave its faults to others
+        [
             _readable(body, out, floor, book, out if number else None)
             for body, out, floor, book in zip(bodies, outs, floors, books)
             if body is not None
         ]
+        for number, bodies in enumerate(terms)
+    ]
+    for number, (parts, values) in enumerate(zip(parts_of_terms, plain)):
+        known = [(out, x) for out, x in zip(outs, values) if x is not None]
+        if known:
+            into, xs = [out for out, _ in known], [x for _, x in known]
+            torch._foreach_add_(into, xs) if number else torch._foreach_copy_(into, xs)
         for batch in batches([part for part in parts if part.values.numel()]):
             run = prepare(batch, FIXED if batch[0].floor is None else NEAR, _shifted(shift), encodes=False)
             run.run()
@@ -294,25 +297,25 @@ def _shifted(shift: int) -> Job:
     return Job("near", shift=shift)
 
 
-def _decode(batch: Sequence[Part], coding: int, shift: int) -> int | None:
-    """Decodes bodies of that coding; returns the coding that one of them has if it is another."""
+def _decode(batch: Sequence[Part], coding: int, shift: int) -> Prepared | None:
+    """Decodes bodies of that coding; returns the launch if one of them has another."""
     run = prepare(batch, coding, _shifted(shift), encodes=False)
     run.run()
     _, status = run.finish()
     _raise_faults(status)
-    return (status >> 16) & 3 if status & _OTHER_CODING else None
+    return run if status & _OTHER_CODING else None
 
 
 def _decode_batch(batch: Sequence[Part], shift: int) -> None:
-    coding = FIXED if batch[0].floor is None else NEAR
-    if _decode(batch, coding, shift) is None:
-        return
-    for part in batch:  # rare enough to take one at a time
-        other = _decode((part,), coding, shift)
-        if other == NEAR:
+    expected = FIXED if batch[0].floor is None else NEAR
+    refused = _decode(batch, expected, shift)
+    for part in batch if refused is not None else ():  # rare enough to take one at a time
+        assert part.body is not None and refused is not None
+        coding = int(part.body[0])
+        if coding == NEAR != expected:
             raise Unsupported("decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them")
-        if other is not None:
-            _decode((part,), other, shift)
+        if coding != expected or refused.all_or_nothing:  # what is done is not added once more
+            _decode((part,), coding, shift)
 
 
 def _raise_faults(status: int) -> None:

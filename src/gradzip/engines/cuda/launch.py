@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -90,14 +91,33 @@ def launcher(device: torch.device) -> Launcher:
     return emulator
 
 
-_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+class _OfThread(threading.local):
+    """Each thread has its own: torch hands out a pool of streams in turn, so that two threads may come to share one."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[tuple[torch.device, int], Workspace] = {}
+
+
+_of_thread = _OfThread()
+_abandoned: list[Workspace] = []  # kernels may still write there
 
 
 def workspace(device: torch.device, stream: int) -> Workspace:
-    space = _workspaces.get((device, stream))
+    space = _of_thread.workspaces.get((device, stream))
     if space is None:
-        space = _workspaces[device, stream] = Workspace(device)
+        space = _of_thread.workspaces[device, stream] = Workspace(device)
     return space
+
+
+def _take_tickets(space: Workspace, encodes: bool, groups: int, start: Callable[[], None]) -> None:
+    """Launches a kernel whose groups take tickets. After an interrupt nobody knows whether it has."""
+    try:
+        start()
+        space.served[encodes] = (space.served[encodes] + groups) & 0xFFFFFFFF
+    except BaseException:
+        _abandoned.append(space)
+        _of_thread.workspaces.clear()
+        raise
 
 
 # --- Arguments ---------------------------------------------------------------------------------------------------
@@ -228,7 +248,7 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prep
     device = parts[0].values.device
     on = _gpus.get(device) or launcher(device)
     stream = on.stream()
-    space = _workspaces.get((device, stream)) or workspace(device, stream)
+    space = _of_thread.workspaces.get((device, stream)) or workspace(device, stream)
     key = (coding, job, encodes, *map(_identity, parts))
     known = space.prepared.get(key)
     if known is None:
@@ -266,6 +286,8 @@ def _identity(part: Part) -> tuple[object, ...]:
 
 class Launch:
     """One batch on its way through the kernels."""
+
+    all_or_nothing = True
 
     def __init__(
         self,
@@ -339,6 +361,8 @@ class Launch:
 class SmallLaunch:
     """One batch in one kernel, a group of threads working on each block: see kernels/small.cuh."""
 
+    all_or_nothing = False
+
     def __init__(
         self,
         parts: Sequence[Part],
@@ -383,10 +407,8 @@ class SmallLaunch:
 
     def run(self) -> None:
         space = self._space
-        epoch, served = space.next_epoch(), space.served
-        _LAUNCH.pack_into(self._arguments, _LAUNCH_AT, epoch, served[self._encodes])
-        self._start()
-        served[self._encodes] = (served[self._encodes] + self._groups) & 0xFFFFFFFF
+        _LAUNCH.pack_into(self._arguments, _LAUNCH_AT, space.next_epoch(), space.served[self._encodes])
+        _take_tickets(space, self._encodes, self._groups, self._start)
 
     def finish(self) -> tuple[list[int], int]:
         """Waits for the kernel; the sizes of the encoded bodies, and the status word, which is cleared."""
@@ -421,7 +443,6 @@ def run_ordered(
     """Runs a kernel whose groups announce numbers to each other, and waits; the sum that the last one found."""
     ready(on, kernel, SMALL_THREADS)
     _LAUNCH.pack_into(arguments, _LAUNCH_AT, space.next_epoch(), space.served[1])
-    on.bind(kernel, arguments, groups, SMALL_THREADS, stream)()
-    space.served[1] = (space.served[1] + groups) & 0xFFFFFFFF
+    _take_tickets(space, True, groups, on.bind(kernel, arguments, groups, SMALL_THREADS, stream))
     (found,), _ = wait.for_sizes(on, stream, space, 1)
     return found

@@ -1,4 +1,4 @@
-"""Scratch memory of a stream, and what its kernels tell the host."""
+"""Scratch memory of a thread on a stream, and what its kernels tell the host."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _EPOCHS = 1 << 22  # launches that kernels, and the host, tell apart
 class Prepared(Protocol):
     """A batch of tensors that is ready to be coded, any number of times."""
 
+    all_or_nothing: bool  # whether a decoder leaves all bodies alone where one of them has another coding
+
     def run(self) -> None: ...
 
     def finish(self) -> tuple[list[int], int]:
@@ -23,7 +25,7 @@ class Prepared(Protocol):
 
 
 class Workspace:
-    """Scratch memory of one stream, kept between calls and grown as needed."""
+    """Scratch memory of one thread on one stream, kept between calls and grown as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
