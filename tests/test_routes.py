@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -201,6 +202,48 @@ def test_every_route_gives_the_mean() -> None:
 def test_named_routes_give_the_mean(name: str) -> None:
     assert Route.parse(name) == NAMED[name]
     check([NAMED[name]], 41)
+
+
+class Noting(Bytes):
+    """Knows which of its blobs are still there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
+        self.blobs: list[weakref.ref[torch.Tensor]] = []
+
+    def _encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        blob = super()._encode(leaf, values, how)
+        self.blobs.append(weakref.ref(blob.data))
+        return blob
+
+
+@pytest.mark.parametrize("name", ["alltoall", "allgather", "allreduce"])
+def test_what_crosses_an_exchange_stays_until_the_job_has_ended(name: str) -> None:
+    """The next stage's stream may read it longer than Python needs it."""
+    ranks, crossing = (0, 1), list[object]()
+    coders = [Noting(torch.arange(41.0)) for _ in ranks]
+    layout = (Piece(0, 0, 41),)
+    runs = [
+        Executor(NAMED[name], layout, coder, {"flat": Members(rank, ranks)}, 2, crossing).steps()
+        for rank, coder in zip(ranks, coders)
+    ]
+    received: list[list[torch.Tensor | None] | None] = [None, None]
+    made: list[weakref.ref[torch.Tensor]] = []
+    while True:
+        try:
+            wanted = [run.send(parts) for run, parts in zip(runs, received)]  # type: ignore[arg-type]
+        except StopIteration:
+            break
+        sent = [w.send for w in wanted if isinstance(w, Exchange)]
+        made += [weakref.ref(part) for parts in sent for part in parts if part is not None]
+        received = [[parts[rank] for parts in sent] for rank in ranks]
+        del wanted, sent
+    del received, runs
+    made += [ref for coder in coders for ref in coder.blobs]
+    assert made
+    assert all(ref() is not None for ref in made)
+    crossing.clear()
+    assert not any(ref() is not None for ref in made)
 
 
 @pytest.mark.parametrize(

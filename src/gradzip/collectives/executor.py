@@ -87,8 +87,18 @@ class _Held:
 class Executor:
     """A route on a chunk; `steps` is the generator."""
 
-    def __init__(self, route: Route, layout: Layout, coder: Coder, groups: Mapping[str, Members], world: int) -> None:
+    def __init__(
+        self,
+        route: Route,
+        layout: Layout,
+        coder: Coder,
+        groups: Mapping[str, Members],
+        world: int,
+        crossing: list[object] | None = None,
+    ) -> None:
+        """`crossing` gets what lives on across an exchange, where the next stage works on another stream: see Job."""
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
+        self._crossing = crossing
         self._held = _Held(layout)
 
     def steps(self) -> Steps:
@@ -230,6 +240,8 @@ class Executor:
 
     def _exchange(self, where: str, send: Sequence[torch.Tensor | None], most: Sequence[int | None] | None) -> Exchange:
         self._held.exchange += 1
+        if self._crossing is not None:
+            self._crossing.append((self._held.values, self._held.coded, send))
         return Exchange(where, send, most, self._held.exchange - 1)
 
     def _most(self, coded: _Coded, leaves: Sequence[Layout]) -> int:

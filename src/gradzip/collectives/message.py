@@ -190,7 +190,7 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
         if isinstance(message.codec, Cast) and not route.compresses:
             yield from _sum16(message.codec, layout, chunk, channel.world)
         else:
-            yield from Executor(route, layout, chunk, channel.groups, channel.world).steps()
+            yield from Executor(route, layout, chunk, channel.groups, channel.world, job.crossing).steps()
         outcome.finite = coder.finite(layout)
         outcome.collectives = int(first)
         with lock:
@@ -201,10 +201,14 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
 
     jobs, agreement = [], Agreement(what)
     for number, layout in enumerate(layouts):
-        job, outcome = Job(agreement, _nothing(), _unset), Outcome()
+        job, outcome = Job(agreement, _nothing(), _unset, crossing=_crossing(channel)), Outcome()
         job.steps = run(job, outcome, layout, first=number == 0)
         jobs.append((job, outcome))
     return jobs
+
+
+def _crossing(channel: Channel) -> list[object] | None:
+    return [] if channel.device.type == "cuda" else None
 
 
 def _nothing() -> Steps:
@@ -215,7 +219,7 @@ _Way = Callable[[Message, Channel, Job, Outcome], Steps]
 
 
 def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[Job, Outcome]:
-    job, outcome = Job(Agreement(what), _nothing(), _unset), Outcome()
+    job, outcome = Job(Agreement(what), _nothing(), _unset, crossing=_crossing(channel)), Outcome()
     job.steps = way(message, channel, job, outcome)
     return job, outcome
 
@@ -236,7 +240,7 @@ def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     frames = _encoded(message)
     flat = torch.cat([message.codec.addends(frame) for frame in frames])
     plain = _Plain(flat)
-    yield from Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world).steps()
+    yield from Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing).steps()
     _summed(message, frames, flat, outcome)
 
 

@@ -59,6 +59,9 @@ class Job:
     coding: float = 0.0  # seconds
     waiting: float = 0.0  # seconds in which a coding thread waited for data
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back in the end
+    # On a GPU, what one stage made and a later one uses. If Python let go of it there, the first stage's stream could
+    # have the memory again while kernels of the later one still read it: torch orders reuse by the stream that made it.
+    crossing: list[object] | None = None
     ended: bool = False
 
     def tag(self, wanted: Exchange) -> int:
@@ -326,6 +329,7 @@ class Pipeline:
             job.ended = True
         if error is None:
             self._buffers.give(job.taken)
+            job.crossing = None
         try:
             job.done(job, error)
         except BaseException as failure:
