@@ -139,6 +139,7 @@ def test_reserved_bits_are_rejected(bit: int) -> None:
     [
         (0, 0, "not a gradzip frame"),
         (1, 0, "not a gradzip frame"),
+        (2, 0, "version 0; this gradzip reads version 1: use the same gradzip on all ranks"),
         (2, 2, "version 2"),
         (3, 255, "unknown codec"),
         (4, 4, "dtype"),
