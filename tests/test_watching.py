@@ -7,15 +7,18 @@ import importlib.util
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 from training import start
 
 from gradzip import Accordion, cli
+from gradzip.collectives import elsewhere
 from gradzip.errors import ReportError, Unsupported
 from gradzip.hooks.metrics import Metrics
 from gradzip.report.measured import measured
@@ -206,3 +209,23 @@ def test_a_trace_without_gradzip_says_what_to_do(tmp_path: Path) -> None:
 
 def test_without_a_profiler_a_span_is_nothing() -> None:
     assert span("encode") is span("wire", "of all")
+
+
+def test_a_sum_that_does_not_begin_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such group")
+
+    ended: list[str] = []
+    channel: Any = SimpleNamespace(
+        world=2,
+        groups={},
+        pipeline=SimpleNamespace(submit=lambda job, elsewhere: None),
+        watch=SimpleNamespace(began_elsewhere=lambda what: lambda: ended.append(what)),
+    )
+    group: Any = None
+    monkeypatch.setattr(elsewhere.dist, "all_reduce", refuse)
+    before = elsewhere._under_way
+    with pytest.raises(RuntimeError, match="no such group"):
+        elsewhere.Elsewhere("sums", group, channel, print).average(torch.ones(4), print)
+    assert elsewhere._under_way == before
+    assert ended == ["plain averaging of 16 bytes"]

@@ -61,7 +61,12 @@ class Elsewhere:
                 _count(-1)
 
         _count(1)
-        work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
+        try:
+            work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
+        except BaseException:  # it has not begun, and nobody should wait for its end
+            arrived()
+            _count(-1)
+            raise
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
         return averaged
 
