@@ -22,6 +22,7 @@ import importlib.util
 import multiprocessing as mp
 import os
 import queue
+import re
 import shutil
 import sys
 import time
@@ -83,7 +84,7 @@ def missing(experiments: list[str], results: Path, seeds: int | None, only: str)
         runs = runs_of(experiment)
         done = {(r["task"], r["row"], int(r["seed"])) for r in read(results / runs[0].experiment / RESULTS)}
         for run in runs:
-            if run.key not in done and (seeds is None or run.seed < seeds) and only in f"{run.task} {run.row}":
+            if run.key not in done and (seeds is None or run.seed < seeds) and re.search(only, f"{run.task} {run.row}"):
                 found.append(run)
     return sorted(found, key=lambda run: run.seed)  # stable: the order within a seed stays
 
@@ -224,7 +225,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; unfinished runs are lost")
     parser.add_argument("--seeds", type=int, help="the first N seeds only")
-    parser.add_argument("--only", default="", help="runs whose task and row contain this text")
+    parser.add_argument("--only", default="", help="runs whose task and row match this expression")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-graph", action="store_true", help="do not capture CUDA graphs")
     parser.add_argument("--limit", type=int, help="tiny tasks of so many samples")

@@ -1,6 +1,6 @@
 """The rows of Accordion's Tables 1 and 2, with the number of seeds.
 
-The paper checks every 10th of 300 epochs; here every second of 20. Any fall of the learning rate makes all layers
+The paper checks every 10th of 300 epochs; here every second of 18. Any fall of the learning rate makes all layers
 critical, which is the paper's rule.
 """
 

@@ -15,8 +15,6 @@ _DIAL = {
     **{f"ulps={ulps}": (f"gcomp:ulps={ulps}", 1) for ulps in ULPS},
     **{f"ulps={ulps}, no feedback": (f"gcomp:ulps={ulps},feedback=false", 1) for ulps in ULPS},
     "near, feedback": ("gcomp:feedback=true", 1),
-    "keep=5, no feedback": ("gcomp:keep=5,feedback=false", 1),
-    "keep=3, no feedback": ("gcomp:keep=3,feedback=false", 1),
     "accordion 1/65536": ("accordion ~ gcomp ~ gcomp:ulps=65536 ~ window=50", 1),
     "accordion 256/65536": ("accordion ~ gcomp:ulps=256 ~ gcomp:ulps=65536 ~ window=50", 1),
 }
