@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,11 +16,15 @@ import published
 from published import Published
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "gcomp"))
+import rows as gcomp_rows  # noqa: E402
+
 PAGE = HERE.parent / "docs/results.md"
 NOT_RUN = "not run yet"
 NO_DATA = "not run: the data is not at hand"
 
 Row = dict[str, str]
+DIAL = list(gcomp_rows.DIAL)
 CLEAR = 0.5  # points between two rows of a published table that count as a difference
 
 TASKS = {
@@ -198,7 +203,8 @@ def dial() -> str:
         values = floats(plain, "value")
         spread = max(values) - min(values) if len(values) > 1 else None
         lines = []
-        for name in dict.fromkeys(row["row"] for row in own):
+        digits = 3 if own and own[0]["metric"] == "bits per byte" else 2
+        for name in sorted({row["row"] for row in own}, key=DIAL.index):
             here = of(own, row=name)
             off = [d for row in here if (d := deviation(row, plain)) is not None]
             paired = [
@@ -209,21 +215,22 @@ def dial() -> str:
             bits = floats(here, "own_bits")
             lines.append([
                 name, f"`{here[0]['policy']}`",
-                mean_of(bits, 2) or ("16" if name == "bf16" else "32"), figure(floats(here, "value")),
-                "" if difference is None else f"{difference:+.2f}", within,
-                f"{statistics.fmean(off):.2e}" if off else "", mean_of(floats(here, "ms_exchange"), 1),
+                mean_of(bits, 2) or ("16" if name == "bf16" else "32"),
+                mean_of(floats(here, "sum_bits"), 2) or ("16" if name == "bf16" else "32"),
+                figure(floats(here, "value"), digits),
+                "" if difference is None else f"{difference:+.{digits}f}", within,
+                f"{statistics.fmean(off):.2e}" if off else "",
             ])  # fmt: skip
         metric = own[0]["metric"] if own else "accuracy"
-        head = ["", "policy", "bits per value", metric, "to plain", "within its seeds", "mean change of the loss", "ms"]
+        head = ["", "policy", "bits", "bits of sums", metric, "to plain", "within its seeds", "mean change of the loss"]
         parts.append(f"### {title}\n\n{seen(own)}\n\n{table(head, lines)}" if lines else f"### {title}\n\n{NOT_RUN}")
     intro = (
         "## GComp: the dial\n\nFrom near-lossless (`gcomp`, at most 1 ulp of each parameter) to extreme, with error "
-        "feedback where the codec is biased unless the row says otherwise. *Bits* are those of a worker's own "
-        "frames, matrices only. *To plain*: the difference from the plain run of the same seed; *within its seeds*: no "
+        "feedback where the codec is biased unless the row says otherwise. *Bits* per value are those of a worker's "
+        "own frames and of the frames of sums, matrices only: both travel. *To plain*: the difference from the plain run of the same seed; *within its seeds*: no "
         "more than plain training's own range over its seeds. *Mean change of the loss*: of 100 points of the "
         "training loss, beside the plain run of the same seed (GComp's Figure 18 in another form); `plain, again` is "
-        "what the GPU's own order of summation does. 18-bit truncation is GComp's baseline. *ms*: all workers' "
-        "rounding or coding and their sum, in this simulation, with real frames only now and then."
+        "what the GPU's own order of summation does. 18-bit truncation is GComp's baseline."
     )
     return "\n\n".join([intro, *parts])
 
@@ -261,7 +268,7 @@ def stale() -> str:
                 own = of(rows, task=task, symbols=symbols, source=source, seed="0")
                 if own:
                     cells = [" / ".join(f"{float(r[c]):.1f}" for c in ("native", "cut", "limited")) for r in own]
-                    lines.append([title.partition(",")[0], symbols, source, *cells])
+                    lines.append([title, symbols, source, *cells])
     head = ["run", "symbols", "book of", "on S1", "on S2", "on S3", "on S4"]
     theirs = [["GComp, Fig. 12", "raw", source, *cells.values()] for source, cells in published.GCOMP_STALE.items()]
     intro = (

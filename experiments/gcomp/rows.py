@@ -3,7 +3,7 @@
 from workers.running import Run
 
 ULPS = (16, 256, 4096, 65536)
-_DIAL = {
+DIAL = {
     "plain": ("plain", 3),
     "near": ("gcomp", 3),
     "plain, again": ("plain", 1),
@@ -29,6 +29,6 @@ def _probe(row: str) -> str:
 ROWS = [
     (Run("gcomp", task, row, policy, minutes=minutes, probe=_probe(row)), seeds)
     for task, minutes in _MINUTES.items()
-    for row, (policy, seeds) in _DIAL.items()
+    for row, (policy, seeds) in DIAL.items()
     if task != "gcomp-sst2-sgd" or row in _WITH_SGD
 ]
