@@ -4,7 +4,7 @@
 #     bench/plan_gpt2.sh FOLDER [RATE]      as root, on a machine with a GPU; RATE: 10gbit
 #
 # FOLDER gets profile.json, near.json and lossy.json (plans), steps.csv, and for each plan a trace of what was predicted
-# and what was measured, for ui.perfetto.dev.
+# and what was measured, for ui.perfetto.dev. In the end prediction and measurement are printed beside each other.
 set -e
 folder=$1
 rate=${2:-10gbit}
@@ -22,3 +22,4 @@ ranks "$python" -m gradzip profile --steps 14 --inter "$rate" --out "$folder/pro
 "$python" -m gradzip plan "$folder/profile.json" --lossy --out "$folder/lossy.json"
 ranks "$python" "$here/steps.py" --model gpt2 --torch bf16 --policies "gcomp;$folder/near.json;$folder/lossy.json" \
     --network "4 x $rate" --csv "$folder/steps.csv"
+"$python" "$here/plan_gpt2_check.py" "$folder"
