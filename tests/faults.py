@@ -26,6 +26,7 @@ NAP = 60  # seconds that a rank sleeps, twice the usual heartbeat
 LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
 BY_SIGNAL = {"kill": signal.SIGKILL, "kill the store's host": signal.SIGKILL, "stop": signal.SIGSTOP}
+WAYS = ("gloo", "stand-in", "nccl")  # what carries data; the second is over Gloo, without a GPU (standin.py)
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
 
@@ -34,27 +35,36 @@ def victim_of(fault: str) -> int:
 
 
 def rank_main() -> None:
+    import standin
     import torch
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
     import gradzip
+    from gradzip.collectives import channel
 
     torch.set_num_threads(1)
-    rank, fault = int(os.environ["RANK"]), os.environ["FAULT"]
+    rank, fault, way = int(os.environ["RANK"]), os.environ["FAULT"], os.environ["WAY"]
     is_victim = rank == victim_of(fault)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3 * NAP))
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if way == "nccl" else torch.device("cpu")
+    if way == "stand-in":
+        standin.stand_in()
+    elif way == "nccl":
+        torch.cuda.set_device(device)
+        channel._least = 0
+    dist.init_process_group("nccl" if way == "nccl" else "gloo", timeout=timedelta(seconds=3 * NAP))
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)))
+    net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
+    model = DistributedDataParallel(net)
     policy = "cast" if fault == "another codec" and is_victim else "gcomp:mode=lossless"
     heartbeat = None if fault == "asleep" else timedelta(seconds=HEARTBEAT)
     said: dict[str, Any] = {"rank": rank}
     try:
-        handle = gradzip.attach(model, None, policy, heartbeat=heartbeat)
+        handle = gradzip.attach(model, None, policy, heartbeat=heartbeat, transport="gloo" if way == "gloo" else "nccl")
         # In its first steps DDP has exchanges of its own, for which it answers itself.
         for _ in range(0 if fault == "another codec" else 3):
-            model(torch.randn(8, 256)).square().mean().backward()
+            model(torch.randn(8, 256, device=device)).square().mean().backward()
         start, steps = time.monotonic(), 0
         print(json.dumps({"ready": rank}), flush=True)
         while steps < 6 if fault == "asleep" else time.monotonic() - start < 20:
@@ -62,7 +72,7 @@ def rank_main() -> None:
                 happen(fault)
                 said["happened"] = time.time()
                 is_victim = False
-            model(torch.randn(8, 256)).square().mean().backward()
+            model(torch.randn(8, 256, device=device)).square().mean().backward()
             steps += 1
         said["steps"] = steps
     except Exception as error:
@@ -70,8 +80,8 @@ def rank_main() -> None:
         said["error"] = f"{type(kept).__name__}: {kept}"[:400]
     said["at"] = time.time()
     print(json.dumps(said), flush=True)
-    if fault == "kill the store's host" or fault == LINK_DOWN:
-        os._exit(0)  # the store is out of reach: destroying the group would wait for it
+    if fault == "kill the store's host" or fault == LINK_DOWN or way == "nccl":
+        os._exit(0)  # the store, or the model's own NCCL peer, is out of reach: destroying the group would wait for it
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
@@ -106,9 +116,12 @@ def happen(fault: str) -> None:
         subprocess.run([ip, "link", "set", INTERFACE, "down"], check=True)
 
 
-def run(fault: str) -> dict[str, Any]:
+def run(fault: str, way: str = "gloo") -> dict[str, Any]:
     """What every rank said that could, how long after the accident, and the exit codes."""
-    settings = {"FAULT": fault, "TORCH_CPP_LOG_LEVEL": "FATAL", "GRADZIP_ENGINE": "reference"}
+    settings = {"FAULT": fault, "WAY": way, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    settings |= (
+        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if way == "nccl" else {"GRADZIP_ENGINE": "reference"}
+    )
     said, codes = _on_hosts(settings) if fault == LINK_DOWN else _on_loopback(fault, settings)
     moment = next(words["happened"] for words in said.values() if "happened" in words)
     for words in said.values():
@@ -135,7 +148,7 @@ def _on_loopback(fault: str, settings: dict[str, str]) -> tuple[dict[int, dict[s
     common = {"WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(WORLD):
-        own = {name: str(value) for name, value in (common | {"RANK": rank}).items()}
+        own = {name: str(value) for name, value in (common | {"RANK": rank, "NCCL_HOSTID": f"rank{rank}"}).items()}
         command = [sys.executable, __file__, "--rank"]
         environment = os.environ | settings | own
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -172,9 +185,10 @@ def main() -> None:
     if sys.argv[1:] == ["--rank"]:
         rank_main()
         return
-    for fault in sys.argv[1:] or FAULTS:
-        result = run(fault)
-        print(f"\n{fault} (rank {result['victim']})")
+    way = next((name for name in WAYS if name in sys.argv[1:]), "gloo")
+    for fault in [name for name in sys.argv[1:] if name != way] or FAULTS:
+        result = run(fault, way)
+        print(f"\n{fault} (rank {result['victim']}, {way})")
         for rank, said in sorted(result["words"].items()):
             text = said.get("error") or f"no error, {said['steps']} steps"
             print(f"  rank {rank} after {said['seconds']:6.2f} s, exit code {result['codes'][rank]}: {text}")

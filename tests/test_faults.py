@@ -20,8 +20,8 @@ CAUSES = {
 SHORT = ("kill", "a corrupt frame")
 
 
-def check(fault: str) -> None:
-    result = run(fault)
+def check(fault: str, way: str = "gloo") -> None:
+    result = run(fault, way)
     assert set(result["codes"].values()) == {0}, "a rank did not end in order"
     for rank, said in result["words"].items():
         if fault == "asleep":
@@ -38,6 +38,17 @@ def check(fault: str) -> None:
 @pytest.mark.parametrize("fault", SHORT)
 def test_all_ranks_learn_of_an_accident(fault: str) -> None:
     check(fault)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["kill", "kill the store's host", "stop", "an exception"])
+def test_all_ranks_learn_of_an_accident_over_nccl(fault: str) -> None:
+    check(fault, "nccl")
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_all_ranks_learn_of_an_accident_while_data_is_carried(fault: str) -> None:
+    check(fault, "stand-in")
 
 
 @pytest.mark.slow

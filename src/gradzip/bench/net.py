@@ -59,6 +59,7 @@ class Result:
     wrong: int | None  # values further off than promised; None: nothing is promised
     speedup: float  # native float32 all-reduce of the same rounds / time
     of_ideal: float  # time / (native time / ratio)
+    transport: str = ""  # what carried the bytes; empty for native all-reduces
 
 
 class WrongResult(GradzipError):
@@ -76,15 +77,17 @@ class _Way:
     floor: Floor | torch.Tensor | None = None
     last: Outcome | None = None
     wrong: int | None = None
+    transport: str = ""
 
 
 class Bench:
-    """Measures on all ranks of a group; results are the same on all of them."""
+    """Measures on all ranks of a group, by one transport or by several; results are the same on all ranks."""
 
-    def __init__(self, sample: Sample, device: torch.device, channel: Channel | None = None) -> None:
+    def __init__(self, sample: Sample, device: torch.device, transports: Sequence[str | None] = (None,)) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self.channel = channel or open_channel(world, device)
+        self._channels = [open_channel(world, device, transport=transport) for transport in transports]
+        self.channel = self._channels[0]
         self._sample = sample
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         rng = torch.Generator().manual_seed(1000 + self._rank)
@@ -94,7 +97,8 @@ class Bench:
         self._reference()
 
     def measure(self, options: Sequence[str | Option], rounds: int = ROUNDS) -> list[Result]:
-        ways = [*self._native(), *(self._way(Option.parse(option)) for option in options)]
+        ways = self._native()
+        ways += [self._way(Option.parse(option), channel) for option in options for channel in self._channels]
         for way in ways:
             self._verify(way)
         times: list[list[float]] = [[] for _ in ways]
@@ -122,9 +126,9 @@ class Bench:
 
         return [_Way(NATIVE[0], "native", fp32), _Way(NATIVE[1], "native", bf16, Cast())]
 
-    def _way(self, option: Option) -> _Way:
+    def _way(self, option: Option, channel: Channel) -> _Way:
         codec = parse(option.codec)
-        route = route_of(codec, option.route, self.channel.topology.default_route)
+        route = route_of(codec, option.route, channel.topology.default_route)
         place = option.device or ("gpu" if self.own.device.type == "cuda" else "cpu")
         label = route
         if place == "gpu" and route in NAMED and NAMED[route].compresses:
@@ -132,7 +136,7 @@ class Bench:
         floor = self._sample.floor(codec)
         floor = None if floor is None else _on(floor, self.own.device)
         memory, step = Memory(self._rank), 0
-        way = _Way(str(codec), label, lambda: None, codec, floor)
+        way = _Way(str(codec), label, lambda: None, codec, floor, transport=channel.transport)
 
         def run() -> None:
             nonlocal step
@@ -144,7 +148,7 @@ class Bench:
                 ended.append(outcome)
                 done.set()
 
-            submit(Message(codec, route, [self.result], [context], memory), self.channel, end)
+            submit(Message(codec, route, [self.result], [context], memory), channel, end)
             done.wait()
             memory.commit()
             step += 1
@@ -248,6 +252,7 @@ class Bench:
             wrong=way.wrong,
             speedup=native / seconds,
             of_ideal=seconds / (native / ratio),
+            transport=way.transport,
         )
 
 

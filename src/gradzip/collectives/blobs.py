@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..errors import PeerError
+from .together import ENTRY
 
 _NUMBER = struct.Struct("<q")
 HEAD_ROOM = 40  # the table of a single blob
+PEEK = 1 << 12  # bytes of a message on a GPU that the host looks at: enough for the tables of most
 
 
 class Blob(NamedTuple):
@@ -21,6 +23,7 @@ class Blob(NamedTuple):
     source: int | None = None  # the rank that it came from, for errors
     with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
     values: Sequence[torch.Tensor] | None = None  # what was coded, piece by piece, where that is at hand
+    head: memoryview | None = None  # its first bytes in the host's memory, where the data is on a GPU
 
 
 def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:
@@ -32,7 +35,7 @@ def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor
         if whole.device.type == "cpu":
             whole.numpy()[:HEAD_ROOM].data[:] = packed
         else:
-            whole[:HEAD_ROOM] = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(whole.device)
+            whole[:HEAD_ROOM].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         return whole
     head = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     places = {blob.device for blob in blobs}  # routes may code on the CPU and on a GPU
@@ -40,18 +43,33 @@ def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor
     return torch.cat([head.to(home), *(blob.to(home) for blob in blobs)])
 
 
-def unpack(payload: torch.Tensor | None, source: int) -> list[list[Blob]]:
-    return [] if payload is None else unpack_numbered(payload, source)[0]
+def unpack(payload: torch.Tensor | None, source: int, head: memoryview | None = None) -> list[list[Blob]]:
+    return [] if payload is None else unpack_numbered(payload, source, head)[0]
 
 
-def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]], list[int]]:
-    """What `pack` was given; PeerError if the table does not fit the payload."""
-    room = payload.numel()
-    host = payload.cpu().numpy().data
+def unpack_each(received: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> list[list[list[Blob]]]:
+    """What each of these ranks packed. The host looks at all that came to a GPU in one go."""
+    there = [part[:PEEK] for part in received if part is not None and part.device.type != "cpu"]
+    seen = iter(torch.cat(there).cpu().split_with_sizes([part.numel() for part in there]) if there else ())
+    messages = []
+    for part, source in zip(received, ranks):
+        on_host = part is None or part.device.type == "cpu"
+        messages.append(unpack(part, source, None if on_host else next(seen).numpy().data))
+    return messages
+
+
+def unpack_numbered(
+    payload: torch.Tensor, source: int, head: memoryview | None = None
+) -> tuple[list[list[Blob]], list[int]]:
+    """What `pack` was given; PeerError if the table does not fit the payload. `head`: its first bytes, if at hand."""
+    room, on_host = payload.numel(), payload.device.type == "cpu"
+    host = payload.numpy().data if on_host else head if head is not None else payload[:PEEK].cpu().numpy().data
     (length,) = _NUMBER.unpack_from(host) if room >= _NUMBER.size else (-1,)
     at = _NUMBER.size * (length + 1)
     if length < 3 or at > room:
         raise _damaged(source, f"its table has {length} entries in {room} bytes")
+    if at > len(host):
+        host = payload[: at + PEEK].cpu().numpy().data
     count, width, extra, *rest = struct.unpack_from(f"<{length}q", host, _NUMBER.size)
     numbers, sizes = rest[:extra], rest[extra:]
     if min(count, width, extra) < 0 or extra > len(rest) or count * width != len(sizes):
@@ -60,7 +78,7 @@ def unpack_numbered(payload: torch.Tensor, source: int) -> tuple[list[list[Blob]
     for size in sizes:
         if not 0 <= size <= room - at:
             raise _damaged(source, f"a blob of {size} bytes does not fit into the {room - at} that are left")
-        blobs.append(Blob(payload[at : at + size], source))
+        blobs.append(Blob(payload[at : at + size], source, head=None if on_host else host[at : at + size]))
         at += size
     return [blobs[i * width : (i + 1) * width] for i in range(count)], numbers
 
@@ -73,5 +91,28 @@ def unpack_all(
     received: Sequence[torch.Tensor | None], ranks: Sequence[int], rank: int, own: list[list[Blob]]
 ) -> list[list[Blob]]:
     """The contributions of all ranks that sent some; `own` are those of this one, which is number `rank` of them."""
-    members = [own if i == rank else unpack(part, ranks[i]) for i, part in enumerate(received)]
+    others = [None if i == rank else part for i, part in enumerate(received)]
+    members = [own if i == rank else message for i, message in enumerate(unpack_each(others, ranks))]
     return [contribution for member in members for contribution in member]
+
+
+class Writer:
+    """Fills a buffer with the frames of a blob."""
+
+    def __init__(self, buffer: torch.Tensor, count: int) -> None:
+        self._buffer, self._sizes = buffer, list[int]()
+        self._at = HEAD_ROOM + ENTRY * count
+
+    def write(self, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        frame = encode(self._buffer[self._at :])
+        end = self._at + frame.numel()
+        padded = end + -frame.numel() % ENTRY
+        self._buffer[end:padded] = 0
+        self._at = padded
+        self._sizes.append(frame.numel())
+        return frame
+
+    def blob(self) -> Blob:
+        table = torch.tensor(self._sizes, dtype=torch.int64).view(torch.uint8)
+        self._buffer[HEAD_ROOM : HEAD_ROOM + table.numel()] = table.to(self._buffer.device)
+        return Blob(self._buffer[HEAD_ROOM : self._at], None, self._buffer[: self._at])

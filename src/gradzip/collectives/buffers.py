@@ -11,10 +11,13 @@ _KEPT = 128  # buffers; more than a pipeline has in flight
 
 
 class Buffers:
-    """Buffers of whole powers of two (and three quarters of them); pinned where a GPU copies to and from them."""
+    """Buffers of whole powers of two (and three quarters of them); pinned where a GPU copies to and from them.
 
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
+    Those on a GPU belong to no stream: what is given back must be done with.
+    """
+
+    def __init__(self, pinned: bool = False, device: torch.device | None = None) -> None:
+        self._pinned, self._device = pinned, device
         self._lock = threading.Lock()
         self._free: list[tuple[int, torch.Tensor]] = []  # with their sizes; the one used last is the last
 
@@ -27,7 +30,7 @@ class Buffers:
             for i in range(len(self._free) - 1, -1, -1):
                 if self._free[i][0] == rounded:
                     return self._free.pop(i)[1]
-        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned, device=self._device)
 
     def give(self, buffers: list[torch.Tensor]) -> None:
         """Hands buffers back; nobody may look at them any more."""

@@ -11,7 +11,9 @@ import itertools
 import json
 import re
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -21,11 +23,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from .. import wire
 from ..errors import PeerError, Unsupported
+from . import nccl, transports
 from .buffers import Buffers
+from .carrier import LEAST, Carrier, Communicator
 from .gloo import Broken, Gloo
 from .health import Health
 from .pipeline import ROW_VERSION, Agreement, Pipeline, Probe
 from .topology import Topology
+from .transports import GLOO, NCCL
 from .watch import Watch
 
 HEARTBEAT = timedelta(seconds=30)
@@ -38,6 +43,8 @@ _channels: dict[tuple[object, ...], Channel] = {}
 _serials: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # channels made so far, by group
 _open: set[Channel] = set()  # with threads that may run
 _probe: Probe | None = None  # for tests: sees every stage of every job
+_make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nccl.Communicator  # tests have another
+_least = LEAST
 
 
 class Channel:
@@ -48,7 +55,9 @@ class Channel:
         topology: Topology,
         timeout: timedelta,
         heartbeat: timedelta,
+        transport: str = GLOO,
     ) -> None:
+        self.transport = transport
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
@@ -65,15 +74,21 @@ class Channel:
         self.buffers = Buffers(pinned=device.type == "cuda")
         self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
         self.watch = Watch(lambda number: self.pipeline.describe(number), _probe)
+        self._carrier: Carrier | None = None
         self.pipeline = Pipeline(
             self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, self.watch.saw
         )
         _open.add(self)
         self.health.start()
+        if transport == NCCL and self.world > 1:
+            made = self._communicator(store, timeout)
+            self.pipeline.carrier = self._carrier = Carrier(self.gloo, made, timeout, self._failed_alone, _least)
 
     def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
         """Waits until all ranks are there. They must speak the same format and see the same hosts."""
-        own = json.dumps({"frames": wire.VERSION, "rows": ROW_VERSION, "hosts": self.topology.hosts})
+        own = json.dumps(
+            {"frames": wire.VERSION, "rows": ROW_VERSION, "hosts": self.topology.hosts, "transport": self.transport}
+        )
         store.set(f"{where}/{self.rank}", own)
         for rank in range(self.world):
             try:
@@ -85,6 +100,30 @@ class Channel:
                 raise PeerError(
                     f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip and launcher"
                 )
+
+    def _communicator(self, store: Store, timeout: timedelta) -> Communicator:
+        """NCCL's waits cannot be ended from outside before there is a communicator: so a thread makes it."""
+        made: list[Communicator | BaseException] = []
+
+        def make() -> None:
+            try:
+                made.append(_make_communicator(store, self.rank, self.world, self.device))
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="gradzip-nccl", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + timeout.total_seconds()
+        while thread.is_alive() and self.error is None and time.monotonic() < deadline:
+            thread.join(0.05)
+        found = made[0] if made else self.error or PeerError(f"ranks did not meet over NCCL within {timeout}")
+        if not isinstance(found, BaseException):
+            return found
+        raise self._explained(found) if isinstance(found, Broken) else self.fail(found)
+
+    def carries(self, size: int) -> bool:
+        """Whether a chunk of so many bytes goes from GPU to GPU, where its route allows that."""
+        return self._carrier is not None and size >= self._carrier.least
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -111,8 +150,18 @@ class Channel:
         _forget(self)
         self._end(error)
 
-    def _end(self, error: BaseException) -> None:
+    def _failed_alone(self, error: BaseException) -> None:
+        """An error that no job has met."""
+        self.pipeline.fail(self._explained(error))
+
+    def abort(self) -> None:
+        """Ends all waits, here and soon on all ranks."""
         self.gloo.abort()
+        if self._carrier is not None:
+            self._carrier.abort()
+
+    def _end(self, error: BaseException) -> None:
+        self.abort()
         self.pipeline.fail(error)
         self.gloo.close()
         self.health.stop()
@@ -155,7 +204,10 @@ class Channel:
     def close(self, patience: float = 2.0) -> None:
         _forget(self)
         self.health.stop(patience)
-        if self.pipeline.stop(patience):
+        ended = self.pipeline.stop(patience)
+        if self._carrier is not None:
+            ended &= self._carrier.close(patience)
+        if ended:
             _open.discard(self)
         self.gloo.close()
 
@@ -171,17 +223,19 @@ def open_channel(
     mesh: DeviceMesh | None = None,
     timeout: timedelta | None = None,
     heartbeat: timedelta | None = None,
+    transport: str | None = None,
 ) -> Channel:
     """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point."""
+    transport = transports.choose(transport, group, device)
     timeout, heartbeat = timeout or TIMEOUT, heartbeat or HEARTBEAT
     if heartbeat < timedelta(seconds=1):
         raise Unsupported(f"heartbeat={heartbeat}: hearts beat a few times a second; give them a second at least")
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
-    key = (group.group_name, str(device), topology, timeout, heartbeat)
+    key = (group.group_name, str(device), topology, timeout, heartbeat, transport)
     with _lock:
         if key not in _channels or _channels[key].error is not None:
-            _channels[key] = Channel(group, device, topology, timeout, heartbeat)
+            _channels[key] = Channel(group, device, topology, timeout, heartbeat, transport)
         channel = _channels[key]
         channel.users += 1
         return channel
@@ -197,5 +251,5 @@ def _forget(channel: Channel) -> None:
 def _close_all() -> None:
     """Threads that are inside torch when Python shuts down take the process down: none may be left."""
     for channel in list(_open):
-        channel.gloo.abort()
+        channel.abort()
         channel.close(_AT_EXIT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,11 +25,11 @@ from ..engines.layout import Floor
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
 from ..sensitivity.near import memory_order
-from .blobs import HEAD_ROOM, Blob
+from .blobs import HEAD_ROOM, Blob, Writer
 from .buffers import Buffers
 from .layout import Layout, Piece
 from .terms import How
-from .together import ENTRY, Damage, Leaf, Sum, Together, coding_together
+from .together import ENTRY, Damage, Frames, Leaf, Sum, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -68,6 +68,7 @@ class TensorCoder:
     scale: float = 1.0  # the loss scale that the gradients carry
     world: int = 1
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back when all is done
+    carried: bool = False  # frames made on a GPU are sent from there
 
     def __post_init__(self) -> None:
         self.exact_grid = any(ctx.floor is not None for ctx in self.contexts) and _near(self.codec)
@@ -80,10 +81,10 @@ class TensorCoder:
         self._together: Together | None = None
         self._bounds: dict[int, int] = {}  # by the number of values
 
-    def for_chunk(self, taken: list[torch.Tensor]) -> TensorCoder:
+    def for_chunk(self, taken: list[torch.Tensor], carried: bool = False) -> TensorCoder:
         """The same, with the buffers that it takes put on a list of their own."""
         other = copy.copy(self)
-        other.taken = taken
+        other.taken, other.carried = taken, carried
         return other
 
     @property
@@ -259,10 +260,11 @@ class TensorCoder:
     ) -> list[Blob]:
         own = how.summed == 1
         unit = self.scale if own or not how.mean else self.scale / self.world
+        place = self.home if self.carried else torch.device("cpu")
         coded, rooms = [], []
         for number, (layout, parts) in enumerate(zip(leaves, values)):
             xs = [x.contiguous() for x in _filled_values(parts)]
-            room = self._room(layout, torch.device("cpu")) if number != stays else torch.empty(0, dtype=torch.uint8)
+            room = self._room(layout, place) if number != stays else torch.empty(0, dtype=torch.uint8)
             leaf = Leaf(_filled(layout), xs, room[HEAD_ROOM:] if number != stays and xs else None)
             leaf.comes_back = stays is None or number == stays
             if self._feeds_back:
@@ -293,7 +295,7 @@ class TensorCoder:
                 filled = _filled_values(into)
                 dense = [out.contiguous() for out in filled]
                 scattered += [(out, x) for out, x in zip(filled, dense) if x is not out]
-                sums.append(Sum(pieces, [blob.data if blob.values is None else blob.values for blob in blobs], dense))
+                sums.append(Sum(pieces, [_content(blob) for blob in blobs], dense))
         damage = together.add_up(sums, how.shift, add) if sums else None
         if damage is not None:
             self._explain(damage, leaves, contributions, how, sums, add)
@@ -350,7 +352,7 @@ class TensorCoder:
             state = {}  # of sums nothing is carried from step to step
         return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
 
-    def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: _Writer) -> None:
+    def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> None:
         codec, own = self.codec, how.summed == 1
         stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
@@ -389,8 +391,8 @@ class TensorCoder:
 
     # -- blobs --------------------------------------------------------------------------------------------------
 
-    def _writer(self, leaf: Layout, device: torch.device) -> _Writer:
-        return _Writer(self._room(leaf, device), len(_filled(leaf)))
+    def _writer(self, leaf: Layout, device: torch.device) -> Writer:
+        return Writer(self._room(leaf, device), len(_filled(leaf)))
 
     def _room(self, leaf: Layout, device: torch.device) -> torch.Tensor:
         size = HEAD_ROOM + self.bound(leaf)
@@ -415,26 +417,10 @@ class TensorCoder:
         return frames
 
 
-class _Writer:
-    """Fills a buffer with frames."""
-
-    def __init__(self, buffer: torch.Tensor, count: int) -> None:
-        self._buffer, self._sizes = buffer, list[int]()
-        self._at = HEAD_ROOM + ENTRY * count
-
-    def write(self, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        frame = encode(self._buffer[self._at :])
-        end = self._at + frame.numel()
-        padded = end + -frame.numel() % ENTRY
-        self._buffer[end:padded] = 0
-        self._at = padded
-        self._sizes.append(frame.numel())
-        return frame
-
-    def blob(self) -> Blob:
-        table = torch.tensor(self._sizes, dtype=torch.int64).view(torch.uint8)
-        self._buffer[HEAD_ROOM : HEAD_ROOM + table.numel()] = table.to(self._buffer.device)
-        return Blob(self._buffer[HEAD_ROOM : self._at], None, self._buffer[: self._at])
+def _content(blob: Blob) -> torch.Tensor | Frames | Sequence[torch.Tensor]:
+    if blob.values is not None:
+        return blob.values
+    return blob.data if blob.head is None else Frames(blob.data, blob.head)
 
 
 def _near(codec: Codec) -> bool:

@@ -20,7 +20,7 @@ import torch
 from ..codecs.base import wide
 from ..routes import Route, Step
 from ..spans import span
-from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_numbered
+from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_each, unpack_numbered
 from .layout import Layout, Piece, deal, joined, numel, subviews, views
 from .terms import Coder, Exchange, How, Members, Steps
 
@@ -34,6 +34,7 @@ class _Coded:
     how: How
 
 
+_SOME_WAIT = ("red", "gat", "bc")  # steps at which some ranks have nothing to do, and may skip others with it
 EXCHANGES_PER_STEP = 256  # at the most: those of a ring
 
 
@@ -95,8 +96,13 @@ class Executor:
         groups: Mapping[str, Members],
         world: int,
         crossing: list[object] | None = None,
+        carried: bool = False,
     ) -> None:
-        """`crossing` gets what lives on across an exchange, where the next stage works on another stream: see Job."""
+        """`crossing` gets what lives on across an exchange, where the next stage works on another stream: see Job.
+
+        `carried`: the chunk is large enough for a carrier, where there is one.
+        """
+        self._carried = carried and not any(step.kind in _SOME_WAIT for step in route.steps)
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
         self._crossing = crossing
         self._held = _Held(layout)
@@ -242,7 +248,9 @@ class Executor:
         self._held.exchange += 1
         if self._crossing is not None:
             self._crossing.append((self._held.values, self._held.coded, send))
-        return Exchange(where, send, most, self._held.exchange - 1)
+        coded = self._held.coded
+        there = coded is None or coded.how.device != "cpu" or self._coder.home.type == "cpu"
+        return Exchange(where, send, most, self._held.exchange - 1, self._carried and there)
 
     def _most(self, coded: _Coded, leaves: Sequence[Layout]) -> int:
         """How long a message can be with these leaves of all contributions."""
@@ -325,7 +333,7 @@ class Executor:
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
             most = [self._most(coded, of_member) for of_member in leaves]
             received = yield self._exchange(where, _to_others(coded, group), most)
-            members = [unpack(part, source) for source, part in zip(group.ranks, received)]
+            members = unpack_each(received, group.ranks)
             members[group.rank] = coded.contributions
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
             held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)

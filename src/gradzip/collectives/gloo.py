@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_PROBE = (1 << 31) - 1  # a tag that nothing else has
 
 
 class Broken(Exception):
@@ -70,6 +71,15 @@ class Gloo:
         self._issue(rows, "rows", [(rank, row) for rank in to], list(rows.received.items()), tag)
         return rows
 
+    def receive_from_any(self, tag: int) -> int:
+        """A number that some rank sends as a row; waits for it."""
+        number = torch.zeros(1, dtype=torch.int64)
+        try:
+            self._group("rows").recv_anysource([number], tag).wait()
+        except RuntimeError as cause:
+            raise Broken(None, cause) from cause
+        return int(number)
+
     def send(
         self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
     ) -> Pending:
@@ -107,6 +117,16 @@ class Gloo:
                 pending.add(rank, group.send([data], rank, tag), data)
         except RuntimeError as cause:
             raise Broken(rank, cause) from cause
+
+    def first_lost(self) -> int | None:
+        """A rank that cannot be sent to any more, for the error that says so; None if none is known."""
+        for rank in range(self.world):
+            if rank != self.rank:
+                try:
+                    self._group("rows").send([torch.zeros(1)], rank, _PROBE)  # nobody receives it
+                except (RuntimeError, Broken):
+                    return rank
+        return None
 
     def abort(self) -> None:
         """Breaks all connections, so that nobody waits on them any more."""

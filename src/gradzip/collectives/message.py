@@ -186,11 +186,12 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
             if message.counts is not None:
                 coder.count_exponents(message.counts)
             coder.prepare(lossless=coder.needs_floors and gate is not None and gate())
-        chunk = coder.for_chunk(job.taken)
+        carried = channel.carries(numel(layout) * message.dtype.itemsize)
+        chunk = coder.for_chunk(job.taken, carried)
         if isinstance(message.codec, Cast) and not route.compresses:
             yield from _sum16(message.codec, layout, chunk, channel.world)
         else:
-            yield from Executor(route, layout, chunk, channel.groups, channel.world, job.crossing).steps()
+            yield from Executor(route, layout, chunk, channel.groups, channel.world, job.crossing, carried).steps()
         outcome.finite = coder.finite(layout)
         outcome.collectives = int(first)
         with lock:
@@ -239,8 +240,9 @@ def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     _wait_for(message.ready)
     frames = _encoded(message)
     flat = torch.cat([message.codec.addends(frame) for frame in frames])
-    plain = _Plain(flat)
-    yield from Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing).steps()
+    plain, carried = _Plain(flat), channel.carries(flat.numel() * flat.itemsize)
+    executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing, carried)
+    yield from executor.steps()
     _summed(message, frames, flat, outcome)
 
 
@@ -275,8 +277,9 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     inputs = message.memory.compensated_all(names, message.tensors, message.scale)
 
     def average(flat: torch.Tensor) -> None:
-        plain = _Plain(flat.view(-1))
-        steps = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world).steps()
+        plain, carried = _Plain(flat.view(-1)), channel.carries(flat.numel() * flat.itemsize)
+        groups = channel.groups
+        steps = Executor(NAMED[ALLREDUCE], plain.layout, plain, groups, channel.world, None, carried).steps()
         received: Parts | None = None
         while True:
             try:

@@ -25,6 +25,7 @@ import torch
 from ..errors import PeerError
 from ..spans import span
 from .buffers import Buffers
+from .carrier import Carrier, Parcel
 from .gloo import Gloo, Pending
 from .terms import AllReduce, Exchange, Members, Parts, Steps
 
@@ -59,12 +60,13 @@ class Job:
     coding: float = 0.0  # seconds
     waiting: float = 0.0  # seconds in which a coding thread waited for data
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back in the end
+    carried: list[torch.Tensor] = field(default_factory=list)  # those of the carrier
     # On a GPU, what one stage made and a later one uses. If Python let go of it there, the first stage's stream could
     # have the memory again while kernels of the later one still read it: torch orders reuse by the stream that made it.
     crossing: list[object] | None = None
     ended: bool = False
 
-    def tag(self, wanted: Exchange) -> int:
+    def tag(self, wanted: Exchange | AllReduce) -> int:
         return self.number % _JOBS * _EXCHANGES + self.first_exchange + wanted.number
 
 
@@ -77,6 +79,22 @@ class _Transfer:
     def wait(self) -> Parts:
         with span("wire", self._what):
             self._pending.wait()
+        return self._parts
+
+
+class _Carried:
+    """Data under way from GPU to GPU."""
+
+    def __init__(self, carrier: Carrier, parcel: Parcel, job: Job, parts: Parts, places: Mapping[int, int]) -> None:
+        """`places` says where in `parts` that of each rank belongs."""
+        self._carrier, self._parcel, self._job, self._parts, self._places = carrier, parcel, job, parts, places
+
+    def wait(self) -> Parts:
+        with span("wire", self._job.agreement.what):
+            self._carrier.wait(self._parcel)
+        self._job.carried += self._parcel.taken
+        for rank, part in self._parcel.received.items():
+            self._parts[self._places[rank]] = part
         return self._parts
 
 
@@ -95,6 +113,7 @@ class Pipeline:
         probe: Probe | None = None,
     ) -> None:
         """`on_error` takes note of a failure and returns what is to be raised; `probe` sees all stages of all jobs."""
+        self.carrier: Carrier | None = None  # takes what is to go from GPU to GPU
         self._gloo, self._groups, self._buffers = gloo, groups, buffers
         self._on_error, self._disagree, self._probe = on_error, disagree, probe
         self._device = device
@@ -221,7 +240,7 @@ class Pipeline:
                 except BaseException as error:
                     self._fail(job, error)
 
-    def _advance(self, stage: int, job: Job, transfer: _Transfer | None) -> None:
+    def _advance(self, stage: int, job: Job, transfer: _Transfer | _Carried | None) -> None:
         """Codes until the next exchange and starts it. At the last stage all the rest of a job, exchanges and all."""
         began = time.perf_counter()
         try:
@@ -257,7 +276,7 @@ class Pipeline:
 
     # -- exchanges ----------------------------------------------------------------------------------------------
 
-    def _begin(self, job: Job, wanted: Exchange | AllReduce, stage: int) -> _Transfer:
+    def _begin(self, job: Job, wanted: Exchange | AllReduce, stage: int) -> _Transfer | _Carried:
         """Starts data on its way, once all ranks agree on what is done."""
         job.agreement.reached.wait()
         if self.error is not None:
@@ -269,9 +288,14 @@ class Pipeline:
             sent = 2 * (self._gloo.world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // self._gloo.world
             job.bytes_sent += sent
             job.bytes_out += sent // (self._groups["intra"].size if "intra" in self._groups else 1)  # one passes it on
+            if self.carrier is not None and self.carrier.sums(wanted.tensor):
+                parcel = self.carrier.begin_sum(_SIZES + job.tag(wanted), wanted.tensor)
+                return _Carried(self.carrier, parcel, job, [wanted.tensor], {})
             staged = self._on_host(job, wanted.tensor.view(torch.uint8)).view(wanted.tensor.dtype)
             return _Transfer(self._gloo.all_reduce(staged), [staged], job.agreement.what)
         group = self._groups[wanted.where]
+        if self.carrier is not None and wanted.carried and group.size > 1:
+            return self._carry(self.carrier, job, wanted, group)
         most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
         parts: Parts = [None] * group.size
         parts[group.rank] = wanted.send[group.rank]
@@ -289,6 +313,18 @@ class Pipeline:
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
         return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
+
+    def _carry(self, carrier: Carrier, job: Job, wanted: Exchange, group: Members) -> _Carried:
+        assert wanted.most is not None
+        parts: Parts = [None] * group.size
+        parts[group.rank] = wanted.send[group.rank]
+        others = [i for i in range(group.size) if i != group.rank]
+        most = {group.ranks[i]: size for i in others if (size := wanted.most[i]) is not None}
+        out = {group.ranks[i]: part for i in others if (part := wanted.send[i]) is not None}
+        parcel = carrier.begin(_SIZES + job.tag(wanted), out, most)
+        for rank, part in out.items():
+            self._count_bytes(job, part.numel() + 8 * self._gloo.world, [rank])
+        return _Carried(carrier, parcel, job, parts, {rank: i for i, rank in enumerate(group.ranks)})
 
     def _ask_sizes(self, job: Job, wanted: Exchange, group: Members) -> list[int | None]:
         """What each member is going to send here, where it does not follow from what was agreed."""
@@ -329,6 +365,8 @@ class Pipeline:
             job.ended = True
         if error is None:
             self._buffers.give(job.taken)
+            if self.carrier is not None:
+                self.carrier.buffers.give(job.carried)
             job.crossing = None
         try:
             job.done(job, error)

@@ -35,6 +35,7 @@ class Exchange:
     send: Sequence[torch.Tensor | None]  # bytes
     most: Sequence[int | None] | None
     number: int = 0  # of this exchange in the route, the same on all ranks: some take no part in all of them
+    carried: bool = False  # all ranks take part, data is on the device and large: a carrier takes it where there is one
 
 
 @dataclass
@@ -42,6 +43,7 @@ class AllReduce:
     """torch's own sum of a tensor over all ranks: in place, or in the host's memory if it lies elsewhere."""
 
     tensor: torch.Tensor
+    number: int = 0
 
 
 Parts = list[torch.Tensor | None]

@@ -33,18 +33,25 @@ class Leaf:
 
     pieces: Sequence[Piece]
     xs: Sequence[torch.Tensor]
-    out: torch.Tensor | None  # bytes in the host's memory; None: nobody else will decode it
+    out: torch.Tensor | None  # bytes, in the host's memory or where the values are; None: nobody else will decode it
     lost: Sequence[torch.Tensor] | None = None  # where what is lost goes, divided by `unit`
     size: int = 0  # bytes written
     comes_back: bool = True  # this rank will add it up as well
     known: Sequence[torch.Tensor] | None = None  # to be handed to `add_up` in the place of the frames
 
 
+class Frames(NamedTuple):
+    """Frames on a GPU, and their first bytes as the host has seen them."""
+
+    data: torch.Tensor
+    head: memoryview
+
+
 class Sum(NamedTuple):
     """A leaf that is added up from contributions; each of these is frames, or the `known` of a leaf."""
 
     pieces: Sequence[Piece]
-    parts: Sequence[torch.Tensor | Sequence[torch.Tensor]]
+    parts: Sequence[torch.Tensor | Frames | Sequence[torch.Tensor]]
     outs: Sequence[torch.Tensor]
 
 
@@ -131,7 +138,7 @@ class Native(Together):
 
 
 class OnGpu(Together):
-    """Bodies are made on the GPU and copied to where the host sends them from, sizes and headers are the host's."""
+    """Bodies are made on the GPU and copied to where they are sent from, sizes and headers are the host's."""
 
     def encode(self, leaves: Sequence[Leaf], shift: int, unit: float) -> None:
         job = self._job_at(shift)
@@ -149,12 +156,15 @@ class OnGpu(Together):
         outs = list(memory.split_with_sizes(rooms))
         sizes = self._engine.encode_many(xs, job, outs, floors, given)
         bodies = [out[:size] for out, size in zip(outs, sizes)]
-        start = 0
+        start, there = 0, list[tuple[Leaf, list[torch.Tensor]]]()
         for leaf in to_code:
             own = slice(start, start + len(leaf.pieces))
             start = own.stop
-            if leaf.out is not None:
+            if leaf.out is not None and leaf.out.device.type == "cpu":
                 leaf.size = self._deliver(bodies[own], leaf.xs, leaf.out)
+            elif leaf.out is not None:
+                there.append((leaf, bodies[own]))
+        self._deliver_there(there)
         decoded = [leaf for leaf in to_code if self._is_decoded(leaf)]  # the last of them
         if decoded:
             last = slice(len(xs) - sum(len(leaf.xs) for leaf in decoded), None)
@@ -184,6 +194,36 @@ class OnGpu(Together):
         struct.pack_into(f"<{len(sizes)}Q", host, 0, *sizes)
         return at
 
+    def _deliver_there(self, leaves: Sequence[tuple[Leaf, Sequence[torch.Tensor]]]) -> None:
+        """The same frames on the GPU: what the host adds to the bodies of all leaves goes there in one copy."""
+        added, gaps, places, bodies = bytearray(), list[int](), list[torch.Tensor](), list[torch.Tensor]()
+        into = list[torch.Tensor]()
+        for leaf, found in leaves:
+            assert leaf.out is not None
+            headers = [
+                wire.pack_header(self._codec.wire_id, x.dtype, x.numel(), body.numel(), False)
+                for body, x in zip(found, leaf.xs)
+            ]
+            sizes = [len(header) + body.numel() for header, body in zip(headers, found)]
+            gap, at = struct.pack(f"<{len(sizes)}Q", *sizes), 0
+            for header, body, size in zip(headers, found, sizes):
+                gap += header
+                places.append(leaf.out[at : at + len(gap)])
+                into.append(leaf.out[at + len(gap) : at + len(gap) + body.numel()])
+                at += len(gap) + body.numel()
+                added += gap
+                gaps.append(len(gap))
+                gap = bytes(-size % ENTRY)
+            if gap:
+                places.append(leaf.out[at : at + len(gap)])
+                added += gap
+                gaps.append(len(gap))
+            leaf.size = at + len(gap)
+            bodies += found
+        if places:
+            sent = torch.frombuffer(added, dtype=torch.uint8).to(places[0].device)
+            torch._foreach_copy_(places + into, [*sent.split_with_sizes(gaps), *bodies])
+
     def _note(self, leaves: Sequence[Leaf], decoded: Sequence[torch.Tensor], unit: float) -> None:
         """What others decode, and what they do not get to see."""
         start = 0
@@ -202,7 +242,7 @@ class OnGpu(Together):
             floors = self._floors_of(pieces)
             for place, part in enumerate(parts):
                 adds = add or place > 0
-                if not isinstance(part, torch.Tensor):
+                if not isinstance(part, torch.Tensor | Frames):
                     for out, x in zip(outs, part):
                         out.add_(x) if adds else out.copy_(x)
                     continue
@@ -222,7 +262,7 @@ class OnGpu(Together):
         try:
             for _, parts, outs in sums:
                 for bodies_of_all, plain_of_all, part in zip(terms, plain, parts):
-                    if isinstance(part, torch.Tensor):
+                    if isinstance(part, torch.Tensor | Frames):
                         bodies, book = self._bodies(part, outs)
                         used.add(book)
                         bodies_of_all += bodies
@@ -239,26 +279,44 @@ class OnGpu(Together):
         except CodecError:
             return False
 
-    def _bodies(self, blob: torch.Tensor, outs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """Finds the bodies while they are in the host's memory, then brings them all to the GPU; and their book."""
-        at, end, found, used = ENTRY * len(outs), blob.numel(), list[tuple[int, int]](), set[bytes]()
+    def _bodies(self, blob: torch.Tensor | Frames, outs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+        """Finds the bodies by what the host has of the frames, then brings them all to the GPU; and their book."""
+        data, host = blob if isinstance(blob, Frames) else (blob, blob.numpy().data)
+        at, end, found, used = ENTRY * len(outs), data.numel(), list[tuple[int, int]](), set[bytes]()
         if end < at:
             raise Corrupt("no table")
-        host = blob.numpy().data
-        for size, out in zip(struct.unpack_from(f"<{len(outs)}Q", host), outs):
-            if at + size > end:
-                raise Corrupt("a frame that is not there")
-            header = wire.parse_header(host[at : at + _LONGEST_HEADER], size)
+        if at > len(host):
+            host = data[:at].cpu().numpy().data
+        sizes = struct.unpack_from(f"<{len(outs)}Q", host)
+        for size, out, head in zip(sizes, outs, _heads(data, host, at, sizes)):
+            header = wire.parse_header(head[:_LONGEST_HEADER], size)
             if (header.codec_id, header.dtype, header.numel) != (self._codec.wire_id, out.dtype, out.numel()):
                 raise Corrupt("a frame of something else")
-            start = at + header.body_offset
-            used.add(bytes(host[start + 4 : start + 8]))
-            found.append((start, at + size))
+            start = header.body_offset
+            used.add(bytes(head[start + 4 : start + 8]))
+            found.append((at + start, at + size))
             at += size + -size % ENTRY
         if at != end or len(used) > 1:
             raise Corrupt("frames of different books, or bytes behind the last")
-        there = torch.empty(end, dtype=torch.uint8, device=outs[0].device).copy_(blob, non_blocking=True)
+        there = data
+        if not isinstance(blob, Frames):
+            there = torch.empty(end, dtype=torch.uint8, device=outs[0].device).copy_(data, non_blocking=True)
         return [there[start:stop] for start, stop in found], int.from_bytes(used.pop(), "little")
 
     def _books(self, pieces: Sequence[Piece], book: int, device: torch.device) -> list[torch.Tensor] | None:
         return [books.lengths(book, piece.numel).to(device) for piece in pieces] if book else None
+
+
+def _heads(data: torch.Tensor, host: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The first bytes of each frame; `at` is where the first one lies. What the host has not seen comes in one copy."""
+    starts, length = list[int](), _LONGEST_HEADER + ENTRY
+    for size in sizes:
+        if at + size > data.numel():
+            raise Corrupt("a frame that is not there")
+        starts.append(at)
+        at += size + -size % ENTRY
+    if not starts or min(starts[-1] + length, data.numel()) <= len(host):
+        return [host[start : start + length] for start in starts]
+    cut = [data[start : start + length] for start in starts]
+    fetched = torch.cat(cut).cpu().split_with_sizes([part.numel() for part in cut])
+    return [part.numpy().data for part in fetched]

@@ -48,6 +48,7 @@ def attach(
     mesh: DeviceMesh | None = None,
     timeout: timedelta | None = None,
     heartbeat: timedelta | None = None,
+    transport: str | None = None,
 ) -> Handle:
     """Compresses the gradients of a DDP model from its next backward on. Call it on all ranks.
 
@@ -55,13 +56,14 @@ def attach(
     "gcomp", which sends the bits that the optimizer can feel; without an optimizer it is "gcomp:mode=lossless".
     `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
     first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
-    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min).
+    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min). `transport` is what carries large messages
+    of a model on a GPU: "gloo" from the host's memory, or "nccl" from GPU to GPU.
 
     "auto" profiles the first steps of the run, plans, and uses the plan if it pays; "auto:lossy=true" and
     "auto:codecs=gcomp,powersgd" offer it more than near-lossless codecs (planner/auto.py).
 
     The environment has the last word: GRADZIP=off leaves the model as it is, GRADZIP_POLICY is used instead of
-    `policy`. Set them alike on all ranks.
+    `policy`, and GRADZIP_TRANSPORT instead of `transport`. Set them alike on all ranks.
     """
     ddp = _unwrapped(model)
     _check(ddp)
@@ -75,6 +77,7 @@ def attach(
     if policy is None:
         policy = "gcomp:mode=lossless" if optimizer is None else "gcomp"
     settings: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
+    settings["transport"] = transport
     if isinstance(policy, str) and policy.partition(":")[0] == "auto":
         return _automatic(ddp, optimizer, policy, settings)
     return _attached(ddp, optimizer, as_policy(policy), settings)

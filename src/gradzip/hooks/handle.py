@@ -63,6 +63,7 @@ class Handle:
         mesh: DeviceMesh | None = None,
         timeout: timedelta | None = None,
         heartbeat: timedelta | None = None,
+        transport: str | None = None,
     ) -> None:
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._model = weakref.ref(model)
@@ -79,7 +80,7 @@ class Handle:
         self._group = group
         self._ways = Ways(self._names, self._device, optimizer, topology)
         self._ways.check(policy)
-        self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat)
+        self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._backward: Backward | None = None
@@ -135,7 +136,8 @@ class Handle:
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
         the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route, `tensors`
         the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what a policy
-        that learns has decided, `prediction` what the plan said of a step beside the median of the last ones.
+        that learns has decided, `prediction` what the plan said of a step beside the median of the last ones,
+        `transport` what carries large messages.
         """
         self._drain()
         with self._lock:
@@ -184,6 +186,7 @@ class Handle:
             },
             "tensors": tensors,
             "history": list(learns.history) if learns else [],
+            "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
         }
 

@@ -1,0 +1,43 @@
+"""Which way bytes go between ranks: over Gloo from the host's memory, or from GPU to GPU over NCCL."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Unsupported, nearest
+from . import nccl
+
+GLOO, NCCL = "gloo", "nccl"
+TRANSPORT = "GRADZIP_TRANSPORT"  # gloo or nccl: used instead of what the code says
+
+
+def choose(wanted: str | None, group: dist.ProcessGroup, device: torch.device) -> str:
+    """What is asked for, by the environment first; Unsupported where it cannot be had. All ranks must choose alike."""
+    word = os.environ.get(TRANSPORT, "").strip().lower() or wanted or GLOO
+    if word not in (GLOO, NCCL):
+        raise Unsupported(f"unknown transport {word!r}{nearest(word, (GLOO, NCCL))}: it is {GLOO} or {NCCL}")
+    if word == NCCL and (reason := reason_against(group, device)) is not None:
+        raise Unsupported(f"transport={NCCL}: {reason}. Leave it out, or set {TRANSPORT}={GLOO}")
+    return word
+
+
+def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why these ranks cannot exchange data over NCCL; None if nothing is known against it."""
+    if device.type != "cuda":
+        return f"NCCL carries data between GPUs, and the gradients are on {device}"
+    if not dist.is_nccl_available():
+        return "this torch was built without NCCL"
+    try:
+        backend = group._get_backend(device).name()
+    except RuntimeError:
+        backend = "none"
+    if backend != "nccl":
+        return f"the process group's backend for {device.type} is {backend}, and NCCL may not work here"
+    try:
+        nccl.version()
+    except Unsupported as error:
+        return str(error)
+    return None

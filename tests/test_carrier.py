@@ -1,0 +1,140 @@
+"""Exchanges that a carrier takes: one order on all ranks whatever the timing, exact sizes, and the same bits as Gloo's.
+
+What stands in for NCCL (standin.py) matches messages by their order alone and refuses sizes that differ.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import CODECS, HOSTS, LOCAL, Exchanger, covering, fits, whole_numbers
+from ranks import TIMEOUT, run_ranks
+
+from gradzip import Unsupported, parse
+from gradzip.collectives import Channel, channel, open_channel, transports
+from gradzip.errors import PeerError
+from gradzip.routes import NAMED, Route, tree
+
+WORLD = HOSTS * LOCAL
+
+
+def connected(transport: str, device: torch.device) -> Channel:
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL if dist.get_world_size() == WORLD else 1)
+    assert dist.group.WORLD is not None
+    return open_channel(dist.group.WORLD, device, timeout=TIMEOUT, transport=transport)
+
+
+def both_ways(device: torch.device, rounds: int) -> list[str]:
+    """Random tensors by random codecs and routes, over Gloo and by the carrier; what came out differently."""
+    ways = [Exchanger(connected(transport, device)) for transport in ("gloo", "nccl")]
+    choose, differing, rank = random.Random(3), list[str](), dist.get_rank()
+    for number in range(rounds):
+        codec = choose.choice(CODECS)
+        routes = [None, *(name for name in NAMED if fits(codec, name))] if parse(codec).rounds == 1 else [None]
+        route = choose.choice(routes)
+        sizes = [choose.choice([0, 1, 3, 40, 1000, 5000]) for _ in range(choose.randint(1, 40))]
+        draw = torch.Generator().manual_seed(1000 * number + rank)
+        sent = {f"t{i}-{size}": torch.randn(size, 1, generator=draw).to(device) for i, size in enumerate(sizes) if size}
+        if not sent:
+            continue
+        results = []
+        for exchanger in ways:
+            tensors = {name: value.clone() for name, value in sent.items()}
+            for start in range(0, len(tensors), 7):  # several messages at once
+                exchanger.send(codec, route, dict(list(tensors.items())[start : start + 7]))
+            exchanger.finish()
+            results.append(torch.cat([x.view(-1) for x in tensors.values()]).view(torch.int32))
+        summed_by_torch = codec.startswith("cast") and route == "allreduce"  # each library in its own order
+        if not summed_by_torch and not torch.equal(*results):
+            differing.append(f"{number}: {codec} by {route}")
+    return differing
+
+
+def wrong_means(device: torch.device, routes: list[str], numel: int) -> list[str]:
+    """Those routes whose result is not exactly the mean."""
+    exchanger, rank = Exchanger(connected("nccl", device)), dist.get_rank()
+    mean = torch.stack([whole_numbers(numel, r) for r in range(dist.get_world_size())]).mean(0)
+    sent = {name: whole_numbers(numel, rank).to(device) for name in routes}
+    for name, values in sent.items():  # all of them at once
+        exchanger.send("gcomp:mode=lossless" if Route.parse(name).compresses else "identity", name, {name: values})
+    exchanger.finish()
+    return [name for name, values in sent.items() if not torch.equal(values.cpu(), mean)]
+
+
+def carried(rank: int) -> dict[str, Any]:
+    import standin
+
+    standin.stand_in()
+    late, seen = random.Random(rank), list[str]()
+    plainly = standin.Ordered.exchange
+
+    def noted(self: Any, into: Any, out: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return plainly(self, into, out)
+
+    def probe(kind: str, stage: int, number: int) -> None:
+        time.sleep(late.random() * 0.002)
+
+    standin.Ordered.exchange = noted  # type: ignore[method-assign]
+    standin.longest = 0.003
+    channel._probe = probe
+    device = torch.device("cpu")
+    routes = [str(route) for route in covering(list(tree()))[:24]] + list(NAMED)
+    return {"wrong": wrong_means(device, routes, 1003), "differing": both_ways(device, 12), "by": set(seen)}
+
+
+def test_what_is_carried_is_the_same() -> None:
+    for found in run_ranks(WORLD, carried):
+        assert found["wrong"] == []
+        assert found["differing"] == []
+        assert found["by"] == {"gradzip-carry"}, "one thread issues all"
+
+
+def unlike(rank: int) -> str:
+    import standin
+
+    standin.stand_in()
+    with pytest.raises(PeerError) as caught:
+        connected("nccl" if rank else "gloo", torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_ranks_that_choose_differently_are_told() -> None:
+    for words in run_ranks(2, unlike):
+        assert '"transport": "gloo"' in words
+        assert '"transport": "nccl"' in words
+
+
+def test_nccl_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = None
+    with pytest.raises(Unsupported, match=r"the gradients are on cpu.*GRADZIP_TRANSPORT=gloo"):
+        transports.choose("nccl", group, torch.device("cpu"))
+    with pytest.raises(Unsupported, match=r"'ncl'.*nccl"):
+        transports.choose("ncl", group, torch.device("cpu"))
+    assert transports.choose(None, group, torch.device("cpu")) == "gloo"
+    monkeypatch.setenv("GRADZIP_TRANSPORT", "gloo")
+    assert transports.choose("nccl", group, torch.device("cpu")) == "gloo", "the environment has the last word"
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def carried_by_nccl(rank: int) -> dict[str, Any]:
+    channel._least = 0
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    routes = [str(route) for route in covering(list(tree()))[:24]] + [str(NAMED[name].on("gpu")) for name in NAMED]
+    return {"wrong": wrong_means(device, routes, 100_003), "differing": both_ways(device, 20)}
+
+
+@pytest.mark.gpu
+def test_what_nccl_carries_is_the_same() -> None:
+    for found in run_ranks(WORLD, carried_by_nccl, backend="nccl"):
+        assert found["wrong"] == []
+        assert found["differing"] == []
