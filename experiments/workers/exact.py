@@ -97,6 +97,10 @@ class _Channel:
         self.buffers = Buffers()
         self.pipeline = _Pipe(self, meeting)
 
+    def carries(self, size: int) -> bool:
+        """Nothing goes from GPU to GPU."""
+        return False
+
 
 class ExactWorkers:
     """Error memory and codec state of all ranks; `mean` is one step of what `gradzip.attach` does."""
