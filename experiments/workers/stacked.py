@@ -301,8 +301,9 @@ def _averages(codec: PowerSGD, places: list[Place]) -> list[list[tuple[int, int]
         if codec.factored(place.shape):
             matrix = (place.shape[0], place.shape[1:].numel())
             groups[matrix] = groups.get(matrix, 0) + 1
-    left = [(count, rows * codec.rank) for (rows, _), count in groups.items()]
-    right = [(count, columns * codec.rank) for (_, columns), count in groups.items()]
+    ordered = sorted(groups.items(), key=lambda group: group[0][1])  # those with as many columns follow each other
+    left = [(count, rows * codec.rank) for (rows, _), count in ordered]
+    right = [(count, columns * codec.rank) for (_, columns), count in ordered]
     return [sizes for sizes in (plain, left, right) if sizes]
 
 

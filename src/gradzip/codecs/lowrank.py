@@ -18,11 +18,12 @@ Matrices of equal shape go through each operation together: a model has hundreds
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -73,9 +74,11 @@ class PowerSGD(Lossy):
         return (rows + columns) * self.rank * (0.5 if self.alternate else 1)
 
     def reduce(self, tensors: list[torch.Tensor], contexts: list[Context], average: Average) -> list[Reduced]:
-        whole = [i for i, t in enumerate(tensors) if not self.factored(t.shape)]
+        halves = tuple(ctx.state.get("half", 0) for ctx in contexts) if self.alternate else None
+        whole, groups = self._arranged(tuple(t.shape for t in tensors), halves)
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         plain = [wide(tensors[i]) for i in whole]
-        batches = self._batches(tensors, contexts)
+        batches = [self._batch(group, tensors, contexts, dtype) for group in groups]
         if self.alternate:
             means = self._half_step(batches, plain, average)
         else:
@@ -83,34 +86,56 @@ class PowerSGD(Lossy):
             self._step(batches, average)
         results = {i: Reduced(mean, None) for i, mean in zip(whole, means)}
         for batch in batches:
-            lost = [None] * len(batch.places) if batch.residual is None else batch.residual.unbind()
-            for i, mean, residual in zip(batch.places, batch.mean.unbind(), lost):
-                shape = tensors[i].shape
-                results[i] = Reduced(mean.view(shape), None if residual is None else residual.view(shape))
+            places = batch.group.places
+            lost = [None] * len(places) if batch.residual is None else batch.residual.unbind()
+            for i, mean, residual in zip(places, batch.mean.unbind(), lost):
+                results[i] = _shaped(mean, residual, tensors[i])
         return [results[i] for i in range(len(tensors))]
 
-    def _batches(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[_Batch]:
-        """The tensors to be factored, by shape and by the factor that is to be renewed."""
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, (tensor, ctx) in enumerate(zip(tensors, contexts)):
-            if self.factored(tensor.shape):
-                half = ctx.state.get("half", 0) if self.alternate else 0
-                groups.setdefault((*_matrix(tensor.shape), wide(tensor).dtype, half), []).append(i)
-        batches = []
-        for (*_, half), places in groups.items():
-            matrices = [wide(tensors[i]).reshape(_matrix(tensors[i].shape)) for i in places]
-            own = len(matrices) > 1 or self.error_memory is not None  # what is left of them will be the residual
-            together = torch.stack(matrices) if own else matrices[0].unsqueeze(0)
-            batches.append(_Batch(places, together, bool(half), [contexts[i] for i in places]))
-        return batches
+    @lru_cache(maxsize=64)  # noqa: B019  # codecs are configurations, alike by their values
+    def _arranged(
+        self, shapes: tuple[torch.Size, ...], halves: tuple[int, ...] | None
+    ) -> tuple[list[int], list[_Group]]:
+        """Which tensors stay whole, and those to be factored, by shape and by the factor that is to be renewed.
+
+        Groups whose factors to start from are of one size follow each other.
+        """
+        whole, groups = list[int](), dict[tuple[int, int, bool], list[int]]()
+        for i, shape in enumerate(shapes):
+            if self.factored(shape):
+                groups.setdefault((*_matrix(shape), halves is not None and bool(halves[i])), []).append(i)
+            else:
+                whole.append(i)
+        ordered = [_Group(*key, places) for key, places in groups.items()]
+        return whole, sorted(ordered, key=lambda group: group.start)
+
+    def _batch(self, group: _Group, tensors: list[torch.Tensor], contexts: list[Context], dtype: torch.dtype) -> _Batch:
+        matrices = [tensors[i] if tensors[i].dim() == 2 else tensors[i].reshape(group.shape) for i in group.places]
+        own = len(matrices) > 1 or self.error_memory is not None  # what is left of them will be the residual
+        together = torch.cat(matrices) if own else matrices[0]
+        return _Batch(
+            group,
+            together.view(len(matrices), *group.shape).to(dtype),
+            [contexts[i] for i in group.places],
+        )
 
     def _step(self, batches: list[_Batch], average: Average) -> None:
-        start = self._starts(batches)
-        left = _orthonormal(_averaged([b.matrices @ q for b, q in zip(batches, start)], average))
-        own = [b.matrices.mT @ p for b, p in zip(batches, left)]
-        for batch, p, q_own, q in zip(batches, left, own, _averaged(own, average)):
-            batch.mean = p @ q.mT
-            self._keep_residual(batch, p, q_own)
+        if not batches:
+            return
+        left, lefts = self._room(batches, [b.group.rows for b in batches])
+        for batch, q, p in zip(batches, self._starts(batches), lefts):
+            torch.bmm(batch.matrices, q, out=p)
+        average(left)
+        lefts = _orthonormal(lefts)
+        right, rights = self._room(batches, [b.group.columns for b in batches])
+        for batch, p, q in zip(batches, lefts, rights):
+            torch.bmm(batch.matrices.mT, p, out=q)
+        if self.error_memory is not None:
+            for batch, p, q in zip(batches, lefts, rights):
+                batch.residual = batch.matrices.baddbmm_(p, q.mT, alpha=-1)
+        average(right)
+        for batch, p, q in zip(batches, lefts, rights):
+            batch.mean = torch.bmm(p, q.mT)
             for ctx, factor in zip(batch.contexts, q.unbind()):
                 ctx.state.pop("p", None)
                 ctx.state.pop("half", None)
@@ -118,21 +143,28 @@ class PowerSGD(Lossy):
 
     def _half_step(self, batches: list[_Batch], plain: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
         basis = _orthonormal(self._starts(batches))
-        turned = [b.matrices.mT if b.half else b.matrices for b in batches]
-        own = [m @ q for m, q in zip(turned, basis)]
+        turned = [b.matrices.mT if b.group.half else b.matrices for b in batches]
+        own = [torch.bmm(m, q) for m, q in zip(turned, basis)]
         averaged = _averaged([*plain, *own], average)
         for batch, q, p_own, p in zip(batches, basis, own, averaged[len(plain) :]):
-            batch.mean = q @ p.mT if batch.half else p @ q.mT
-            self._keep_residual(batch, *((q, p_own) if batch.half else (p_own, q)))
-            new, old = ("q", "p") if batch.half else ("p", "q")
+            half = batch.group.half
+            batch.mean = torch.bmm(q, p.mT) if half else torch.bmm(p, q.mT)
+            if self.error_memory is not None:
+                left, right = (q, p_own) if half else (p_own, q)
+                batch.residual = batch.matrices.baddbmm_(left, right.mT, alpha=-1)
+            new, old = ("q", "p") if half else ("p", "q")
             for ctx, renewed, kept in zip(batch.contexts, p.unbind(), q.unbind()):
                 ctx.state[new], ctx.state[old] = renewed, kept
-                ctx.state["half"] = int(not batch.half)
+                ctx.state["half"] = int(not half)
         return averaged[: len(plain)]
 
-    def _keep_residual(self, batch: _Batch, left: torch.Tensor, right: torch.Tensor) -> None:
-        if self.error_memory is not None:
-            batch.residual = batch.matrices.baddbmm_(left, right.mT, alpha=-1)
+    def _room(self, batches: list[_Batch], sizes: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory for a factor of each matrix, so many values long: all of it, to be averaged, and by batches."""
+        like = batches[0].matrices
+        numels = [len(b.contexts) * size * self.rank for b, size in zip(batches, sizes)]
+        flat = like.new_empty(sum(numels))
+        parts = flat.split_with_sizes(numels)
+        return flat, [part.view(-1, size, self.rank) for part, size in zip(parts, sizes)]
 
     def _starts(self, batches: list[_Batch]) -> list[torch.Tensor]:
         """The factors to start from, columns scaled to length 1: the last step's, random where there is none.
@@ -140,31 +172,55 @@ class PowerSGD(Lossy):
         Columns are added or dropped where the rank has changed. A column of zeros would stay zero for ever, so it
         is drawn anew. Factors of one size are looked at together, of whatever matrices they are.
         """
-        alike: dict[tuple[int, torch.dtype], list[int]] = {}
-        for number, batch in enumerate(batches):
-            alike.setdefault((batch.matrices.shape[1 if batch.half else 2], batch.matrices.dtype), []).append(number)
-        starts: dict[int, torch.Tensor] = {}
-        for (size, dtype), numbers in alike.items():
-            contexts = [(ctx, batches[i].half) for i in numbers for ctx in batches[i].contexts]
-            fresh = _random(size, self.rank, contexts[0][0].seed, batches[numbers[0]].matrices.device).to(dtype)
-            last = [ctx.state.get("p" if half else "q") for ctx, half in contexts]
-            start = torch.stack([fresh if q is None else _columns(q, fresh) for q in last])
+        starts = list[torch.Tensor]()
+        for size, alike in itertools.groupby(batches, lambda batch: batch.group.start):
+            together = list(alike)
+            like, first = together[0].matrices, together[0].contexts[0]
+            fresh = _random(size, self.rank, first.seed, like.device, like.dtype)
+            last = [ctx.state.get("p" if b.group.half else "q") for b in together for ctx in b.contexts]
+            start = torch.cat([fresh if q is None else _columns(q, fresh) for q in last]).view(-1, size, self.rank)
             length: torch.Tensor = torch.linalg.vector_norm(start, dim=1, keepdim=True)
             start = torch.where(length == 0, fresh, start / length)
-            starts |= zip(numbers, start.split_with_sizes([len(batches[i].contexts) for i in numbers]))
-        return [starts[i] for i in range(len(batches))]
+            starts += start.split_with_sizes([len(b.contexts) for b in together])
+        return starts
+
+
+class _Group(NamedTuple):
+    """Matrices of one shape, and their places in the caller's list."""
+
+    rows: int
+    columns: int
+    half: bool  # alternate: p is the newer factor, so q is to be renewed
+    places: list[int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def start(self) -> int:
+        """The length of the factors that a step starts from."""
+        return self.rows if self.half else self.columns
 
 
 class _Batch:
-    """Matrices of one shape, and what becomes of them."""
+    """The matrices of a group, and what becomes of them."""
 
-    def __init__(self, places: list[int], matrices: torch.Tensor, half: bool, contexts: list[Context]) -> None:
-        self.places = places  # in the caller's list
+    def __init__(self, group: _Group, matrices: torch.Tensor, contexts: list[Context]) -> None:
+        self.group = group
         self.matrices = matrices
-        self.half = half  # alternate: p is the newer factor, so q is to be renewed
         self.contexts = contexts
         self.mean = matrices
         self.residual: torch.Tensor | None = None
+
+
+def _shaped(mean: torch.Tensor, residual: torch.Tensor | None, like: torch.Tensor) -> Reduced:
+    """As the caller's tensor is, in the type of sums."""
+    if like.dim() != 2:
+        mean, residual = mean.view(like.shape), None if residual is None else residual.view(like.shape)
+    if mean.dtype == torch.float64 != like.dtype:  # beside tensors of float64
+        mean, residual = mean.float(), None if residual is None else residual.float()
+    return Reduced(mean, residual)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:
@@ -176,11 +232,11 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _random(size: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+def _random(size: int, rank: int, seed: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Where all ranks start from: the same for all matrices with as many columns, which do not meet anyway."""
     drawn = uniform(key_of(seed, 0, f"powersgd {size}"), (size, rank), torch.device("cpu"))
     length: torch.Tensor = torch.linalg.vector_norm(drawn, dim=0)
-    return (drawn / length).to(device)
+    return (drawn / length).to(device, dtype)
 
 
 def _columns(last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -215,19 +271,28 @@ def _orthonormal(batches: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not batches:
         return []
-    load(batches[0].device)
+    device = batches[0].device
+    load(device)
     columns = [p.double() for p in batches]
-    identity = torch.eye(columns[0].shape[2], dtype=torch.float64, device=batches[0].device)
+    counts = [len(p) for p in columns]
+    identity, shift = _identity(columns[0].shape[2], device)
     for least in (0.0, _LOST):
-        gram = torch.cat([p.mT @ p for p in columns])
+        gram = torch.cat([torch.bmm(p.mT, p) for p in columns])
         square = gram.diagonal(dim1=1, dim2=2)
-        scale = torch.where(square > least * least, square.rsqrt(), 0)  # columns of zeros stay what they are
-        normal = torch.addcmul(_SHIFT * identity, gram, scale[:, :, None] * scale[:, None, :])
+        scale = torch.where(square > least * least, square.rsqrt(), 0).unsqueeze(2)  # columns of zeros stay so
+        normal = torch.addcmul(shift, gram, scale * scale.mT)
         lower = torch.linalg.cholesky_ex(normal)[0]
         inverse = torch.linalg.solve_triangular(lower.mT, identity.expand_as(lower), upper=True)
-        change = scale[:, :, None] * inverse
-        columns = [p @ r for p, r in zip(columns, change.split_with_sizes([len(p) for p in columns]))]
+        change = scale * inverse
+        columns = [torch.bmm(p, r) for p, r in zip(columns, change.split_with_sizes(counts))]
     return [p.to(b.dtype) for p, b in zip(columns, batches)]
+
+
+@lru_cache(maxsize=64)
+def _identity(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The identity, and the shift that lets a matrix be factored."""
+    identity = torch.eye(size, dtype=torch.float64)  # copied, which waits: it will be used on several streams
+    return identity.to(device), (_SHIFT * identity).to(device)
 
 
 _loading = threading.Lock()
