@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from exchanges import CODECS, HOSTS, LOCAL, Exchanger, covering, fits, whole_numbers
 from ranks import TIMEOUT, run_ranks
+from torch import nn
 
 from gradzip import Unsupported, parse
 from gradzip.collectives import Channel, channel, open_channel, transports
@@ -86,8 +87,8 @@ def carried(rank: int) -> dict[str, Any]:
     standin.longest = 0.003
     channel._probe = probe
     device = torch.device("cpu")
-    routes = [str(route) for route in covering(list(tree()))[:24]] + list(NAMED)
-    return {"wrong": wrong_means(device, routes, 1003), "differing": both_ways(device, 12), "by": set(seen)}
+    routes = [str(route) for route in covering(list(tree()))[:8]] + list(NAMED)
+    return {"wrong": wrong_means(device, routes, 1003), "differing": both_ways(device, 6), "by": set(seen)}
 
 
 def test_what_is_carried_is_the_same() -> None:
@@ -121,6 +122,12 @@ def test_nccl_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -
     assert transports.choose(None, group, torch.device("cpu")) == "gloo"
     monkeypatch.setenv("GRADZIP_TRANSPORT", "gloo")
     assert transports.choose("nccl", group, torch.device("cpu")) == "gloo", "the environment has the last word"
+
+
+def test_nccl_is_refused_beside_sync_batch_norm() -> None:
+    transports.check_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(Unsupported, match=r"SyncBatchNorm \('1' and 0 more\).*GRADZIP_TRANSPORT=gloo"):
+        transports.check_model(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

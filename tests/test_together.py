@@ -17,12 +17,12 @@ from gradzip.collectives import Exchange
 from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.executor import Executor
-from gradzip.collectives.layout import chunks
+from gradzip.collectives.layout import Piece, chunks
 from gradzip.collectives.terms import How, Members, Steps
-from gradzip.collectives.together import coding_together
+from gradzip.collectives.together import Frames, Leaf, OnGpu, coding_together
 from gradzip.engines import native
 from gradzip.engines.layout import Floor, Job
-from gradzip.errors import PeerError
+from gradzip.errors import Corrupt, PeerError
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -158,6 +158,36 @@ def test_a_damaged_leaf_names_rank_and_tensor(engine: str, place: int) -> None:
             coder.decode([layout], [[blob], [blob._replace(data=damaged, source=1, values=None)]], how, [[out]], False)
         coder.decode([layout], [[blob]], how, [[out]], False)
     assert same_bits(out, x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    seen=st.integers(0, 12_000),
+    seed=st.integers(0, 1000),
+)
+def test_frames_that_stay_on_a_gpu(sizes: list[int], seen: int, seed: int) -> None:
+    """The same bytes as in the host's memory, and the same bodies found by however little the host sees of them."""
+    codec, draw = parse("gcomp:mode=lossless"), torch.Generator().manual_seed(seed)
+    assert isinstance(codec, GComp)
+    xs = [torch.zeros(size) for size in sizes]
+    bodies = [torch.randint(256, (8 + size,), dtype=torch.uint8, generator=draw) for size in sizes]
+    for body in bodies:
+        body[4:8] = 0  # the book
+    on_gpu = OnGpu(codec, [Context()], native, xs)
+    rooms = [torch.full((sum(sizes) + 100 * len(sizes),), 255, dtype=torch.uint8) for _ in range(2)]
+    written = on_gpu._deliver(bodies, xs, rooms[0])
+    leaf = Leaf([Piece(0, 0, size) for size in sizes], xs, rooms[1])
+    on_gpu._deliver_there([(leaf, bodies)])
+    assert leaf.size == written
+    assert torch.equal(*rooms)
+    frames = rooms[1][:written]
+    found, book = on_gpu._bodies(Frames(frames, frames[:seen].clone().numpy().data), xs)
+    assert book == 0
+    assert all(torch.equal(a, b) for a, b in zip(found, bodies, strict=True))
+    for bad in (frames[:-1], frames[: 8 * len(sizes) - 1], torch.cat([frames, frames[:8]])):
+        with pytest.raises(Corrupt):
+            on_gpu._bodies(Frames(bad, bad[:seen].numpy().data), xs)
 
 
 # --- The native engine's calls ---------------------------------------------------------------------------------------

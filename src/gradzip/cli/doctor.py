@@ -14,6 +14,7 @@ import torch
 from .. import __version__, codecs, engines
 from ..bench import cluster
 from ..codecs import Context
+from ..collectives import nccl, transports
 from ..emulate import format_rate
 from ..engines.cuda import hot
 from ..errors import EngineError, GradzipError
@@ -92,6 +93,7 @@ def checks() -> Iterator[Row]:
     for name in engines.NAMES:
         yield _engine(name)
     yield _override()
+    yield _transport()
     yield _library("zstandard", "baselines", "for comparison")
     yield _library("lz4", "baselines", "for comparison")
 
@@ -159,6 +161,21 @@ def _override() -> Row:
     known = name in engines.NAMES
     found = f"forces the {name} engine" if known else f"{name!r} is no engine: choose one of {', '.join(engines.NAMES)}"
     return _found("GRADZIP_ENGINE", found, "ok" if known else "broken")
+
+
+def _transport() -> Row:
+    """What carries large messages between GPUs."""
+    word = os.environ.get(transports.TRANSPORT, "").strip().lower()
+    if word not in ("", transports.GLOO, transports.NCCL):
+        return _found("transport", f"{transports.TRANSPORT}={word!r} is neither gloo nor nccl", "broken")
+    try:
+        library = f"NCCL {nccl.version()} can be had instead (transport='nccl')"
+        status = "ok"
+    except GradzipError as reason:
+        library, status = f"not NCCL: {reason}", "broken" if word == transports.NCCL else "ok"
+    if word == transports.NCCL:
+        return _found("transport", f"nccl, by {transports.TRANSPORT}: {library}", status)
+    return _found("transport", f"gloo, from the host's memory; {library}", status)
 
 
 def _library(name: str, extra: str, purpose: str) -> Row:

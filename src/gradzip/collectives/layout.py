@@ -33,7 +33,7 @@ PART = 1 << 19
 # A chunk costs the host of a GPU about a millisecond, whatever its size, and coding it hardly anything: there whole
 # buckets overlap with each other, and a tensor is cut only where it would be a message by itself.
 PART_ON_GPU = 1 << 21
-_CHUNKS = 4  # of such a tensor: enough for overlap
+_CHUNKS = 2  # of such a tensor, and one more for the short ends: enough for overlap (bench/chunking.py)
 
 
 def numel(layout: Layout) -> int:

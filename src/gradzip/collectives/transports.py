@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import Unsupported, nearest
 from . import nccl
@@ -22,6 +23,17 @@ def choose(wanted: str | None, group: dist.ProcessGroup, device: torch.device) -
     if word == NCCL and (reason := reason_against(group, device)) is not None:
         raise Unsupported(f"transport={NCCL}: {reason}. Leave it out, or set {TRANSPORT}={GLOO}")
     return word
+
+
+def check_model(model: nn.Module) -> None:
+    """Unsupported for models that communicate over NCCL in the middle of backward, beside what gradzip carries."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names:
+        raise Unsupported(
+            f"transport={NCCL}: SyncBatchNorm ({names[0]!r} and {len(names) - 1} more) sums over NCCL during backward, "
+            "and two communicators on one GPU can wait for each other for ever. Leave it out, or set "
+            f"{TRANSPORT}={GLOO}"
+        )
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:

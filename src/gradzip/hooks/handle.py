@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import collectives
 from ..backward import PLAIN, Backward, Future, Way, is_alone
 from ..codecs import Codec
+from ..collectives import transports
 from ..collectives.coder import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
@@ -80,6 +81,8 @@ class Handle:
         self._group = group
         self._ways = Ways(self._names, self._device, optimizer, topology)
         self._ways.check(policy)
+        if transports.choose(transport, group, self._device) == transports.NCCL:
+            transports.check_model(model)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
