@@ -10,13 +10,16 @@
     torchrun --nproc-per-node 1 bench/steps.py --model gpt2 --steps 9 --network 'one rank' --csv steps_gpu.csv
     $G python bench/steps.py --model gpt2 --warm 5 --network '4 x 10 Gbit/s' --csv steps_gpu.csv
     $G python bench/transports.py --csv transports.csv
+    $G python bench/chunking.py --input gradient.pt --csv chunking.csv
     torchrun --nproc-per-node 1 bench/hook_cost.py --model gpt2 --csv hook_cost.csv
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
 behind it, one at 100 Mbit/s (`--torch bf16 --steps 2 --warm 1`, other work beside it), in two parts since it took
 longer than its time limit, without the second plain row; torch's PowerSGD at 1 Gbit/s is from a run with
-`--policies '' --steps 3 --warm 3 --silence 40`. On the GPU, --codecs and --policies named what the tables show.
+`--policies '' --steps 3 --warm 3 --silence 40`. chunking.csv has the rows that an earlier form of that script
+printed, which told the order of exchanges over NCCL with one message less. On the GPU, --codecs and --policies named
+what the tables show.
 """
 
 from __future__ import annotations
@@ -88,6 +91,16 @@ chunks these overlap with the wire. The last two rows are sums of that size.
 |---|---|---|---|
 """
 
+CHUNKING_HEAD = """
+## Chunks and what carries them
+The same four ranks, 26 MB: the tensor cut in these proportions, carried over Gloo from the host's memory or over NCCL
+from GPU to GPU. *Ideal* as above, by the native all-reduce of the same rounds. The host was slower in this run than in
+the one above, whose cut is 1,2,2,1.
+
+| cut | codec | native FP32, ms | over Gloo, ms | over NCCL, ms | Gloo / ideal | NCCL / ideal |
+|---|---|---|---|---|---|---|
+"""
+
 COST_HEAD = """
 ## What attach costs by itself
 GPT-2 of 124 M on one H200, one rank, which codes and sends nothing: milliseconds of a step, medians of policies that
@@ -152,6 +165,18 @@ def transports_table() -> str:
     return TRANSPORTS_HEAD + "\n".join(lines) + "\n"
 
 
+def chunking_table() -> str:
+    rows, lines = read("chunking.csv"), []
+    found = {(r["cut"], r["codec"], r["transport"]): r for r in rows}
+    for cut, codec in dict.fromkeys((r["cut"], r["codec"]) for r in rows if r["transport"]):
+        native, *both = (found[cut, "native fp32", ""], found[cut, codec, "gloo"], found[cut, codec, "nccl"])
+        times = " | ".join(f"{float(r['milliseconds']):.1f}" for r in (native, *both))
+        lines.append(
+            f"| {cut} | `{codec}` | {times} | " + " | ".join(f"{float(r['of_ideal']):.2f}" for r in both) + " |"
+        )
+    return CHUNKING_HEAD + "\n".join(lines) + "\n"
+
+
 def cost_table() -> str:
     fields = ("forward_ms", "backward_ms", "optimizer_ms", "added_ms", "hook_ms")
     lines = [
@@ -170,7 +195,7 @@ def page() -> str:
     ]
     speeds = [float(r["memcpy_gbps"]) for r in rows]
     note = f"\nThe copy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s ({rows[0]['processor']})."
-    tables = [gpu_table(), net_table(), transports_table(), steps_table(), cost_table()]
+    tables = [gpu_table(), net_table(), transports_table(), chunking_table(), steps_table(), cost_table()]
     return HEAD + "\n".join(lines) + "\n" + note + "\n" + "".join(tables)
 
 

@@ -8,7 +8,10 @@ together    codes many of them in one call of an engine
 message     gradients that travel together, and the jobs they become
 elsewhere   plain averaging on the model's own process group
 pipeline    threads that code one chunk while others are on the wire
-gloo        bytes from rank to rank
+gloo        bytes from rank to rank, from the host's memory
+carrier     large exchanges from GPU to GPU, in one order on all ranks
+nccl        the communicator that carries them
+transports  which of the two is used
 health      heartbeats and last words
 channel     all of that for one group of ranks
 topology    which ranks share a host
