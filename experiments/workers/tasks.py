@@ -114,7 +114,8 @@ class PowerSgdCifar(_Cifar):
     """PowerSGD's study: 16 workers, a tenth of the rate at half and at 5/6 of training, but 0.1 x 4 instead of 0.1 x 16.
 
     The warm-up begins at 0 instead of 0.1. With the paper's rates plain training went to a loss of 5.9 within ten steps
-    and ended at 49 %, with 0.1 to 0.4 at 60 %: 432 steps are too few to come back from there.
+    and ended at 49 %, with 0.1 to 0.4 at 60 %: 432 steps are too few to come back from there. (Batch norms at the end
+    of blocks started at 1 then, see pictures.py.)
     """
 
     workers, epochs = 16, 18
@@ -170,7 +171,7 @@ class WikiText(Task):
     and low-rank projection is linear, so that factors and the mean of the workers' residuals follow from that mean.
     """
 
-    workers, epochs, batch, length = 1, 12, 16 * 16, 30
+    workers, epochs, batch, length = 1, 10, 16 * 16, 30
     metric, higher_is_better, graph = "perplexity", False, False
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
