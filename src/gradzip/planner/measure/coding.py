@@ -146,6 +146,10 @@ class _Mirror:
         self.sent = 0
         self.waited = 0.0  # seconds that do not count
 
+    def carries(self, size: int) -> bool:
+        """Frames are made in the host's memory, as for Gloo."""
+        return False
+
     def exchange(self, job: Any, wanted: Exchange | AllReduce) -> Parts:
         """Copies, as what comes from others does not lie where this rank has just written."""
         begun = _clock(self.device)
