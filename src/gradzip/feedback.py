@@ -77,9 +77,11 @@ class Memory:
         result, changed, added = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for name, x in zip(names, tensors):
             residual = self._residuals.get(f"{GRADIENT}/{name}")
-            if simple and residual is not None and residual.dtype == x.dtype == torch.float32:
+            if simple and residual is None:
+                result.append(x)
+            elif simple and residual is not None and residual.dtype == x.dtype == torch.float32:
                 changed.append(x)
-                added.append(_at_work(residual, x))
+                added.append(residual if residual.device == x.device else _at_work(residual, x))
                 result.append(x)
             else:
                 result.append(self.compensated(name, x, scale))
@@ -117,7 +119,8 @@ class Memory:
             if given:
                 torch._foreach_div_(given, scale)
         for name, residual in zip(names, residuals):
-            self.keep(name, residual)
+            if residual is not None or self._has_folded or f"{GRADIENT}/{name}" in self._residuals:
+                self.keep(name, residual)
 
     def keep(self, name: str, residual: torch.Tensor | None, stage: str = GRADIENT) -> None:
         """The same for a residual without scale, which the caller gives away."""
@@ -129,7 +132,7 @@ class Memory:
         if key in self._waiting:
             return
         self._next_residuals[key] = kept
-        if stage == GRADIENT:
+        if stage == GRADIENT and self._has_folded:
             self._next_residuals |= dict.fromkeys(self._folded(name))
 
     def _spare(self, key: str, residual: torch.Tensor | None) -> None:

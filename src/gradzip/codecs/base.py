@@ -103,7 +103,8 @@ class Codec:
     ) -> list[Reduced]:
         """For codecs of several rounds: the mean of each tensor over all ranks.
 
-        `average` replaces a contiguous tensor by its mean over all ranks; each call is one collective.
+        `average` replaces a contiguous tensor by its mean over all ranks; each call is one collective. No mean may be
+        larger than the sum of the magnitudes in all averages: whether it is finite is asked of these.
         """
         raise Unsupported(f"{self} has one round: use encode and decode")
 

@@ -163,6 +163,8 @@ def jobs_of(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
         return [_one_job(what, message, channel, _factors)]
     if message.route == ALLREDUCE and not isinstance(message.codec, Identity | Cast):
         return [_one_job(what, message, channel, _addends)]
+    if message.route == ALLREDUCE and isinstance(message.codec, Identity) and _is_small(message):
+        return [_one_job(what, message, channel, _values)]
     return _chunk_jobs(what, message, channel)
 
 
@@ -270,11 +272,34 @@ def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, ou
     outcome.finite, outcome.collectives = all_finite(message.tensors), 1
 
 
+def _is_small(message: Message) -> bool:
+    return sum(t.numel() for t in message.tensors) <= PART
+
+
+def _values(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+    """Biases, norms and the like, as one: a hundred of them cost the host as much as one."""
+    _wait_for(message.ready)
+    names, tensors = [ctx.name for ctx in message.contexts], message.tensors
+    inputs = message.memory.compensated_all(names, tensors, message.scale)
+    flat = torch.cat([x if x.dim() == 1 else flatten(x, t) for x, t in zip(inputs, tensors)]).to(message.dtype)
+    if job.crossing is not None:
+        job.crossing.append(flat)
+    plain, carried = _Plain(flat), channel.carries(flat.numel() * flat.itemsize)
+    executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing, carried)
+    yield from executor.steps()
+    means = flat.split_with_sizes([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [m if t.dim() == 1 else unflatten(m, t) for m, t in zip(means, tensors)])
+    message.memory.lost_all(names, [None] * len(names))
+    outcome.finite, outcome.collectives = all_finite([flat]), 1
+
+
 def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
     """The codec calls for averages and waits for them; other messages go on in other stages."""
     _wait_for(message.ready)
     names = [ctx.name for ctx in message.contexts]
     inputs = message.memory.compensated_all(names, message.tensors, message.scale)
+
+    sums = list[torch.Tensor]()
 
     def average(flat: torch.Tensor) -> None:
         plain, carried = _Plain(flat.view(-1)), channel.carries(flat.numel() * flat.itemsize)
@@ -289,11 +314,13 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
             received = channel.pipeline.exchange(job, wanted)
         job.first_exchange += 4
         outcome.collectives += 1
+        sums.append(torch.linalg.vector_norm(flat, 1, dtype=torch.float64))
 
     results = message.codec.reduce(inputs, message.contexts, average)
     message.memory.lost_all(names, [result.residual for result in results], message.scale)
     torch._foreach_copy_(message.tensors, [result.mean for result in results])
-    outcome.finite = all_finite(message.tensors)
+    limit = torch.finfo(message.dtype).max / 2
+    outcome.finite = bool((torch.stack(sums) < limit).all()) or all_finite(message.tensors)
     yield from ()
 
 
