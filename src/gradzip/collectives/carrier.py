@@ -77,6 +77,7 @@ class Carrier:
         self._changed = threading.Condition()
         self._ready: dict[int, Parcel] = {}  # by tag, in the order in which they became ready here
         self._ended = False
+        self._under_way = 0
         self._announced: deque[Pending] = deque()
         self._heard: Counter[int] = Counter()  # on rank 0: how many others are ready for an exchange, by its tag
         self._thread: threading.Thread | None = None
@@ -107,7 +108,19 @@ class Carrier:
         return parcel
 
     def wait(self, parcel: Parcel) -> None:
-        """Returns when the data is there; Broken if it will never be."""
+        """Returns when the data is there; Broken if it will never be. Every parcel is waited for once."""
+        try:
+            self._wait(parcel)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way to this rank; others may still receive what it sent."""
+        return self._under_way == 0
+
+    def _wait(self, parcel: Parcel) -> None:
         parcel.issued.wait()
         looks, deadline = 0, time.monotonic() + self._timeout
         while parcel.landed is not None and not self._ended:
@@ -164,6 +177,7 @@ class Carrier:
             if self._ended:
                 raise Broken(None, RuntimeError("the communicator is closed"))
             self._ready[parcel.tag] = parcel
+            self._under_way += 1
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._issuing, name="gradzip-carry", daemon=True)

@@ -74,7 +74,7 @@ class Channel:
         self.buffers = Buffers(pinned=device.type == "cuda")
         self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
         self.watch = Watch(lambda number: self.pipeline.describe(number), _probe)
-        self._carrier: Carrier | None = None
+        self.carrier: Carrier | None = None
         self.pipeline = Pipeline(
             self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, self.watch.saw
         )
@@ -82,7 +82,7 @@ class Channel:
         self.health.start()
         if transport == NCCL and self.world > 1:
             made = self._communicator(store, timeout)
-            self.pipeline.carrier = self._carrier = Carrier(self.gloo, made, timeout, self._failed_alone, _least)
+            self.pipeline.carrier = self.carrier = Carrier(self.gloo, made, timeout, self._failed_alone, _least)
 
     def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
         """Waits until all ranks are there. They must speak the same format and see the same hosts."""
@@ -123,7 +123,7 @@ class Channel:
 
     def carries(self, size: int) -> bool:
         """Whether a chunk of so many bytes goes from GPU to GPU, where its route allows that."""
-        return self._carrier is not None and size >= self._carrier.least
+        return self.carrier is not None and size >= self.carrier.least
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class Channel:
     def abort(self) -> None:
         """Ends all waits, here and soon on all ranks."""
         self.gloo.abort()
-        if self._carrier is not None:
-            self._carrier.abort()
+        if self.carrier is not None:
+            self.carrier.abort()
 
     def _end(self, error: BaseException) -> None:
         self.abort()
@@ -205,8 +205,8 @@ class Channel:
         _forget(self)
         self.health.stop(patience)
         ended = self.pipeline.stop(patience)
-        if self._carrier is not None:
-            ended &= self._carrier.close(patience)
+        if self.carrier is not None:
+            ended &= self.carrier.close(patience)
         if ended:
             _open.discard(self)
         self.gloo.close()
@@ -251,5 +251,7 @@ def _forget(channel: Channel) -> None:
 def _close_all() -> None:
     """Threads that are inside torch when Python shuts down take the process down: none may be left."""
     for channel in list(_open):
-        channel.abort()
+        channel.gloo.abort()
+        if channel.carrier is not None and not channel.carrier.idle:
+            channel.carrier.abort()
         channel.close(_AT_EXIT)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from queue import SimpleQueue
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -26,7 +28,7 @@ _ID_BYTES = 128
 _TYPES = {torch.uint8: 1, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 _SUM = 0
 _SUCCESS, _IN_PROGRESS = 0, 7
-_ABORT = 5.0  # seconds that an abort may take; then its thread is left to itself
+_ABORT = 5.0  # seconds that the end may take; then its thread is left to itself
 
 Landed = Callable[[], bool]  # whether the data of an exchange is there
 
@@ -85,6 +87,9 @@ class Communicator:
             comm = ctypes.c_void_p()
             _check(library.ncclCommInitRank(ctypes.byref(comm), world, number, rank), "ncclCommInitRank")
             self._comm = comm
+            self._last_task: SimpleQueue[Callable[[], object]] = SimpleQueue()
+            self._ended = threading.Event()
+            threading.Thread(target=self._await_the_end, name="gradzip-nccl-end", daemon=True).start()
             self._warm_up()
 
     def _warm_up(self) -> None:
@@ -96,6 +101,7 @@ class Communicator:
         for landed in (self.exchange(back, there), self.sum(total)):
             while not landed():
                 self.check()
+                time.sleep(1e-3)
         self._stream.synchronize()
 
     def exchange(self, into: Mapping[int, torch.Tensor], out: Mapping[int, torch.Tensor]) -> Landed:
@@ -171,13 +177,13 @@ class Communicator:
         finally:
             if held:
                 self._lock.release()
-        if comm is None:
-            return
+        if comm is not None:
+            self._last_task.put(lambda: how(comm))
+            self._ended.wait(_ABORT)
 
-        def run() -> None:
-            with suppress(Exception), torch.cuda.device(self.device):
-                how(comm)
-
-        thread = threading.Thread(target=run, name="gradzip-nccl-end", daemon=True)
-        thread.start()
-        thread.join(_ABORT)
+    def _await_the_end(self) -> None:
+        """A thread, as the end may take for ever; there from the first, as a process that ends starts none."""
+        task = self._last_task.get()
+        with suppress(Exception), torch.cuda.device(self.device):
+            task()
+        self._ended.set()
