@@ -116,18 +116,19 @@ def random_messages(rank: int, seed: int, rounds: int, packings: int) -> dict[st
         routes = [r for r in routes if r is None or fits(codec, r)]
         route = choose.choice(routes)
         shapes = [(choose.choice([1, 3, 40, 257]), choose.choice([1, 2, 64])) for _ in range(choose.randint(1, 5))]
-        dtype = torch.bfloat16 if codec in ("gcomp:mode=lossless", "cast") and choose.random() < 0.3 else torch.float32
+        narrow = codec in ("gcomp:mode=lossless", "cast", "identity") and choose.random() < 0.3
+        dtype = torch.bfloat16 if narrow else torch.float32
         draw = torch.Generator().manual_seed(1000 * number + rank)
         raw = {f"t{i}-{s}": torch.randn(s, generator=draw).to(dtype) for i, s in enumerate(shapes)}
         results = []
         for packing, exchanger in enumerate(exchangers):
-            tensors = {name: value.clone() for name, value in raw.items()}
+            tensors = {name: value.t().clone().t() if number % 3 == 0 else value.clone() for name, value in raw.items()}
             names = list(tensors)
             cut = 1 + (number + packing) % len(names) if packing else len(names)
             for start in range(0, len(names), cut):
                 exchanger.send(codec, route, {name: tensors[name] for name in names[start : start + cut]})
             exchanger.finish()
-            results.append(torch.cat([t.float().view(-1) for t in tensors.values()]))
+            results.append(torch.cat([t.float().reshape(-1) for t in tensors.values()]))
         # Torch's own 16-bit sums depend on where a value lies, by design.
         if not (codec.startswith("cast") and route == "allreduce"):
             differing += [
@@ -136,7 +137,19 @@ def random_messages(rank: int, seed: int, rounds: int, packings: int) -> dict[st
                 if not torch.equal(other.view(torch.int32), results[0].view(torch.int32))
             ]
         bits.append(int(results[0].view(torch.int32).sum(dtype=torch.int64)))
-    return {"bits": bits, "differing": differing}
+    return {"bits": bits, "differing": differing, "finite": finite_factors(exchangers[0])}
+
+
+def finite_factors(exchanger: Exchanger) -> list[bool]:
+    """Whether means of powersgd count as finite: huge ones, whose sum is not, and those with a NaN or an infinity."""
+    said = []
+    for value in (3e37, torch.nan, torch.inf, 1.0):
+        x = torch.zeros(20, 30)
+        x[0] = value
+        exchanger.send("powersgd:rank=1", None, {f"row of {value}": x})
+        said.append(exchanger.finish()[0].finite)
+        assert said[-1] == bool(x.isfinite().all())
+    return said
 
 
 def fits(codec: str, route: str) -> bool:

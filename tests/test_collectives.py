@@ -29,6 +29,7 @@ def test_every_route_of_the_tree_gives_the_mean(numel: int) -> None:
 def test_replicas_are_identical_however_tensors_are_packed(world: int) -> None:
     results = run_ranks(world, random_messages, 5, 40, 2)
     assert results[0]["differing"] == []
+    assert results[0]["finite"] == [True, False, False, True]
     assert all(result == results[0] for result in results)
 
 

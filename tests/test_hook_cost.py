@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gradzip.collectives.coder import all_finite
 from gradzip.engines.layout import Floor
 from gradzip.feedback import Memory
 from gradzip.hooks.ahead import Ahead
+from gradzip.hooks.buckets import Buckets
 from gradzip.hooks.ways import Ways
 from gradzip.sensitivity import Grids, rules
 from gradzip.sensitivity.survey import fetch
@@ -349,6 +351,53 @@ def test_a_rank_alone_hands_its_buckets_back() -> None:
     assert all(seen == ({"take_whole"}, True, 3, 0) for seen in out.values())
     assert alone == ({"take"}, False)
     assert after == ["take", "take_whole"]
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """What DDP hands to a hook."""
+
+    def __init__(self, number: int, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
+        self._number, self._parameters, self._buffer = number, parameters, buffer
+
+    def index(self) -> int:
+        return self._number
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self._buffer.split_with_sizes([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters)]
+
+
+def test_views_of_buckets_are_made_once_and_again_where_ddp_changes_them() -> None:
+    a, b = torch.zeros(4, 6), torch.zeros(3, 2, 5, 5).to(memory_format=torch.channels_last)
+    buckets = Buckets({a: "a", b: "b"})
+
+    def named(parameters: list[torch.Tensor], buffer: torch.Tensor, number: int = 0) -> list[tuple[str, torch.Tensor]]:
+        found = buckets.named(Bucket(number, parameters, buffer), buffer)  # type: ignore[arg-type]
+        assert [name for name, _ in found] == [{a: "a", b: "b"}[p] for p in parameters]
+        for (_, view), p in zip(found, parameters):
+            assert view.stride() == p.stride()
+            assert buffer.data_ptr() <= view.data_ptr() < buffer.data_ptr() + buffer.nbytes
+        return found
+
+    first, second = torch.arange(174.0), torch.arange(174.0)
+    kept = weakref.ref(named([a, b], first)[0][1])
+    assert kept() is None, "DDP may give the bucket up after its first step"
+    again = named([a, b], first)
+    assert named([a, b], first) is again
+    assert named([b, a], first) is not again, "another order in the same place"
+    assert named([a, b], second) is not again
+    named([a, b], second)
+    assert named([a], second[:24], number=1) is not named([a, b], second)
+    assert named([a, b], second) is named([a, b], second)
 
 
 # -- numbers of a GPU --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from . import checks
 from .codecs import Codec, Context
+from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.coder import all_finite
@@ -42,9 +43,11 @@ class Way:
     late: bool  # waits for the last bucket
     floor: Floor | torch.Tensor | None
     kind: str = field(init=False, compare=False)  # codec and route, in words
+    form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
+        object.__setattr__(self, "form", self.codec.error_memory)
 
 
 @dataclass(eq=False)
@@ -143,10 +146,8 @@ class Backward:
 
     def take(self, buffer: torch.Tensor, named: list[tuple[str, torch.Tensor]], last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
-        cuda = buffer.device.type == "cuda"
         of = f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
         ticket, future = self._ticket(buffer, of)
-        ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
         self.results += named
         if self.alone:
             named = self._keep_own(named)
@@ -155,6 +156,9 @@ class Backward:
         ticket.held = bool(late) or self.check
         self._late += late
         self.raw_bytes += buffer.numel() * buffer.itemsize
+        ready = None
+        if buffer.device.type == "cuda" and (last or len(late) < len(named)):
+            ready = torch.cuda.current_stream(buffer.device).record_event()
         if plain:
             words = self._plain_words(named)
             self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
@@ -207,8 +211,8 @@ class Backward:
         for name, gradient in named:
             way = self.ways[name]
             key = (way.kind, gradient.dtype)
-            shared = shares_book(way.codec)
             message = messages.get(key)
+            shared = self._limit > 0 and shares_book(way.codec)
             if message is None:
                 message = messages[key] = Message(
                     way.codec,
@@ -222,12 +226,13 @@ class Backward:
                     self._counts if shared else None,
                     self._must_be_lossless,
                 )
-            state = {"book": self._book} if shared else self.memory.state(name, way.codec.name)
-            self.memory.forms[name] = way.codec.error_memory
+            if shared:
+                state: dict[str, Any] = {"book": self._book}
+            else:
+                state = {} if isinstance(way.codec, Identity) else self.memory.state(name, way.codec.name)
+            self.memory.forms[name] = way.form
             message.tensors.append(gradient)
-            message.contexts.append(
-                Context(name, self.number, rank=rank, world=world, scale=self.scale, floor=way.floor, state=state)
-            )
+            message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
         return [(kind, message) for (kind, _), message in messages.items()]
 
     # -- whether all ranks see the same --------------------------------------------------------------------------

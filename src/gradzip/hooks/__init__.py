@@ -4,6 +4,7 @@ entry       attach itself: what it accepts, the environment's word, the hook tha
 handle      what attach returns: steps, statistics, checkpoints
 off         the handle under GRADZIP=off
 ways        what each gradient goes through under a policy
+buckets     the gradients in DDP's buckets, by name
 ahead       numbers on a GPU that backward will ask for
 premises    what near mode takes for granted about the optimizer, watched
 metrics     what Handle.log writes

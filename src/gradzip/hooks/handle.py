@@ -34,6 +34,7 @@ from ..refresh import SharedBook
 from ..sensitivity.survey import fetch
 from . import report
 from .ahead import Ahead
+from .buckets import Buckets
 from .checkpoint import read_checkpoint
 from .metrics import Metrics, Writer
 from .premises import Premises
@@ -69,6 +70,7 @@ class Handle:
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._model = weakref.ref(model)
         self._names = parameter_names(model)
+        self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
         group = model.process_group
@@ -384,20 +386,13 @@ class Handle:
             buffer, last = bucket.buffer(), bucket.is_last()
             future = self._backward.take_whole(buffer, last)
             if future is None:
-                future = self._backward.take(buffer, self._named(bucket), last)
+                future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
             raise
         return future
-
-    def _named(self, bucket: GradBucket) -> list[tuple[str, torch.Tensor]]:
-        """A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major."""
-        return [
-            (self._names[p], g if p.is_contiguous() else collectives.unflatten(g.view(-1), p))
-            for p, g in zip(bucket.parameters(), bucket.gradients())
-        ]
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
