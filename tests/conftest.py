@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulated
 import pytest
 import torch
 
 from gradzip import Floor, emulate, engines
+from gradzip.engines.cuda import launch
 from gradzip.errors import EngineError
 
 # Around the lane count (32), the block (4096) and the segment (131072) of the wire format.
@@ -109,6 +111,19 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once on every available engine; inside, that engine is forced."""
     with engines.use(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="module", params=["small", "large"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[emulated.Emulator]:
+    """The cuda engine, on CPU tensors: its kernels for small messages, and those for large ones."""
+    if emulated.COMPILER is None:
+        pytest.skip("emulating a GPU needs g++")
+    usual = launch.SMALL_BLOCKS, launch.SMALL_DECODED_BLOCKS
+    if request.param == "large":
+        launch.SMALL_BLOCKS = launch.SMALL_DECODED_BLOCKS = 0
+    yield emulated.install()
+    launch.emulator = None
+    launch.SMALL_BLOCKS, launch.SMALL_DECODED_BLOCKS = usual
 
 
 @pytest.fixture(scope="session")

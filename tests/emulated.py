@@ -10,7 +10,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from gradzip.engines.cuda import driver, launch
+from gradzip.engines.layout import Floor
 
 COMPILER = shutil.which("g++")
 _FOLDER = Path(tempfile.gettempdir()) / "gradzip-emulated"
@@ -77,3 +80,17 @@ def install() -> Emulator:
     launch.emulator = emulator
     launch._of_thread.workspaces.clear()  # what was prepared there is bound to the emulator of before
     return emulator
+
+
+def floors(numel: int, kind: str) -> torch.Tensor | Floor:
+    """Floors to encode with: given as numbers, or made from parameters ("theta") and moments ("both")."""
+    rng = torch.Generator().manual_seed(numel)
+    if kind == "given":
+        given = torch.randint(-30, -10, (numel,), generator=rng).to(torch.int8)
+        given[::7], given[3::11] = -128, 120
+        return given
+    theta, second = (
+        torch.randn(numel, generator=rng) * 0.05,
+        torch.rand(numel, generator=rng) * 1e-8,
+    )
+    return Floor(theta, None, -160) if kind == "theta" else Floor(theta, second, -150, -75, -4)

@@ -150,11 +150,12 @@ def _median_ms(call: Callable[[int], object], sets: int, least: int = 15, budget
     torch.cuda.synchronize()
     times: list[float] = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    end.record()  # the first time creates it, which is no part of a call
+    stream = torch.cuda.current_stream()  # looked up here: events would do so between the end of a call and theirs
+    end.record(stream)  # the first time creates it, which is no part of a call
     while len(times) < least or (sum(times) < budget_ms and len(times) < 100):
-        begin.record()
+        begin.record(stream)
         call(len(times) % sets)
-        end.record()
+        end.record(stream)
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times)

@@ -26,7 +26,7 @@ from ..layout import (
     segments_of,
 )
 from . import launch
-from .launch import Part, batches, count_symbols, prepare
+from .launch import Key, Part, batches, count_symbols, identity, prepare, recall
 from .tables import code_lengths as code_lengths  # part of the engine's interface
 from .workspace import Prepared
 
@@ -66,14 +66,7 @@ def encode(
 
     `lengths`, (segments, 256) uint8, are the code lengths to use; by default the encoder samples `x`.
     """
-    if not x.numel() or out.data_ptr() % 4:
-        return encode_many([x], job, [out], [floor], [lengths])[0]
-    given = None if lengths is None else _on(lengths, x.device)
-    run = prepare((Part(x, out, 0, _needed_floor(x, job, floor), given),), _coding(x, job), job, encodes=True)
-    run.run()
-    (size,), status = run.finish()
-    _raise_bad_lengths(status)
-    return size
+    return encode_many((x,), job, (out,), (floor,), (lengths,))[0]
 
 
 def encode_many(
@@ -84,15 +77,16 @@ def encode_many(
     lengths: Sequence[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """`encode` of several tensors in as few launches as possible, and one wait."""
+    if not xs:
+        return []
     floors, lengths = floors or [None] * len(xs), lengths or [None] * len(xs)
-    parts = [
-        Part(x, _aligned_room(out), 0, _needed_floor(x, job, floor), None if given is None else _on(given, x.device))
-        for x, out, floor, given in zip(xs, outs, floors, lengths)
-    ]
-    sizes = _encode(parts, job)
-    for part, out, size in zip(parts, outs, sizes):
-        if part.body is not out and part.body is not None:
-            out[:size] = part.body[:size]
+    key = "encode", job, *map(identity, xs, outs, floors, lengths)
+    run = recall(xs[0].device, key)
+    if run is None:
+        return _encode_first(xs, job, outs, floors, lengths, key)
+    run.run()
+    sizes, status = run.finish()
+    _raise_bad_lengths(status)
     return sizes
 
 
@@ -108,9 +102,7 @@ def decode(
 
     If the payload proves to be corrupt, `out` has been written to in part.
     """
-    part = _readable(body, out, floor, book, out if add else None)
-    if out.numel():
-        _decode_batch((part,), shift)
+    decode_many((body,), (out,), (floor,), shift, add, (book,))
 
 
 def decode_many(
@@ -122,12 +114,27 @@ def decode_many(
     books: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """`decode` of several bodies in as few launches as possible, and one wait. No two write to the same place."""
+    if not outs:
+        return
+    floors, books = floors or [None] * len(outs), books or [None] * len(outs)
+    key = "decode", shift, add, *map(identity, outs, bodies, floors, books)
+    run = recall(outs[0].device, key)
+    if run is not None:
+        run.run()
+        _, status = run.finish()
+        if status == 0:
+            return
+        _raise_faults(status)
     parts = [
         _readable(body, out, floor, book, out if add else None)
-        for body, out, floor, book in zip(bodies, outs, floors or [None] * len(outs), books or [None] * len(outs))
+        for body, out, floor, book in zip(bodies, outs, floors, books)
     ]
+    if run is not None:
+        _decode_others(parts, run, shift)
+        return
+    as_given = all(part.body is body and part.values.numel() for part, body in zip(parts, bodies))
     for batch in batches([part for part in parts if part.values.numel()]):
-        _decode_batch(batch, shift)
+        _decode_batch(batch, shift, key if as_given and len(batch) == len(parts) else None)
 
 
 def sum_many(
@@ -238,12 +245,38 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if tensor.device == device and tensor.is_contiguous() else tensor.to(device).contiguous()
 
 
-def _encode(parts: list[Part], job: Job) -> list[int]:
+def _encode_first(
+    xs: Sequence[torch.Tensor],
+    job: Job,
+    outs: Sequence[torch.Tensor],
+    floors: Sequence[FloorLike],
+    lengths: Sequence[torch.Tensor | None],
+    key: Key,
+) -> list[int]:
+    """What `encode_many` does where nothing is prepared: next time it is, if one launch can code all as they are."""
+    parts = [
+        Part(x, _aligned_room(out), 0, _needed_floor(x, job, floor), None if given is None else _on(given, x.device))
+        for x, out, floor, given in zip(xs, outs, floors, lengths)
+    ]
+    as_given = all(
+        part.values.numel() and part.body is out and part.lengths is given
+        for part, out, given in zip(parts, outs, lengths)
+    )
+    sizes = _encode(parts, job, key if as_given else None)
+    for part, out, size in zip(parts, outs, sizes):
+        if part.body is not out and part.body is not None:
+            out[:size] = part.body[:size]
+    return sizes
+
+
+def _encode(parts: list[Part], job: Job, key: Key | None) -> list[int]:
+    """`key`: to recall the launch by, if there is but one."""
     sizes = [BODY_HEAD_BYTES] * len(parts)
     filled = [i for i, part in enumerate(parts) if part.values.numel()]
     at = 0
     for batch in batches([parts[i] for i in filled]):
-        run = prepare(batch, _coding(batch[0].values, job), job, encodes=True)
+        own = key if len(batch) == len(parts) else None
+        run = prepare(batch, _coding(batch[0].values, job), job, encodes=True, key=own)
         run.run()
         found, status = run.finish()
         _raise_bad_lengths(status)
@@ -297,20 +330,30 @@ def _shifted(shift: int) -> Job:
     return Job("near", shift=shift)
 
 
-def _decode(batch: Sequence[Part], coding: int, shift: int) -> Prepared | None:
+def _decode(batch: Sequence[Part], coding: int, shift: int, key: Key | None = None) -> Prepared | None:
     """Decodes bodies of that coding; returns the launch if one of them has another."""
-    run = prepare(batch, coding, _shifted(shift), encodes=False)
+    run = prepare(batch, coding, _shifted(shift), encodes=False, key=key)
     run.run()
     _, status = run.finish()
     _raise_faults(status)
     return run if status & _OTHER_CODING else None
 
 
-def _decode_batch(batch: Sequence[Part], shift: int) -> None:
-    expected = FIXED if batch[0].floor is None else NEAR
-    refused = _decode(batch, expected, shift)
-    for part in batch if refused is not None else ():  # rare enough to take one at a time
-        assert part.body is not None and refused is not None
+def _expected(batch: Sequence[Part]) -> int:
+    return FIXED if batch[0].floor is None else NEAR
+
+
+def _decode_batch(batch: Sequence[Part], shift: int, key: Key | None) -> None:
+    refused = _decode(batch, _expected(batch), shift, key)
+    if refused is not None:
+        _decode_others(batch, refused, shift)
+
+
+def _decode_others(batch: Sequence[Part], refused: Prepared, shift: int) -> None:
+    """Decodes what that launch left because it has another coding; rare enough to take one at a time."""
+    expected = _expected(batch)
+    for part in batch:
+        assert part.body is not None
         coding = int(part.body[0])
         if coding == NEAR != expected:
             raise Unsupported("decoding a frame in near mode needs floor=: gradzip.floors(optimizer) gives them")

@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -138,12 +137,22 @@ def _cuda() -> ctypes.CDLL:
 
 @cache
 def _quick() -> ctypes.PyDLL:
-    """The same for calls that return at once: they keep Python's lock, which would take longer to get back."""
-    library = ctypes.PyDLL("libcuda.so.1")
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    library.cuCtxGetCurrent.argtypes = [pointer]
-    return library
+    """The same for calls that return at once: they keep Python's lock, which would take longer to get back.
+
+    No types of arguments are set: those given are ready to be passed, and converting them would take most of the call.
+    """
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
 
 
 def _check(code: int, what: str) -> None:
@@ -166,20 +175,10 @@ class Device:
         self._shared_per_group: int = getattr(properties, "shared_memory_per_block_optin", 48 << 10)
         self._shared_in_all: int = properties.shared_memory_per_multiprocessor
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
-        self._thread = threading.local()
-        self._get_current = _quick().cuCtxGetCurrent
 
     def _enter(self) -> None:
         """A thread that has not used this GPU yet has no context, or that of another GPU."""
-        try:
-            current, place = self._thread.current
-        except AttributeError:
-            current = ctypes.c_void_p()
-            place = ctypes.byref(current)
-            self._thread.current = current, place
-        self._get_current(place)
-        if current.value != self._context.value:
-            _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
+        _check(_cuda().cuCtxSetCurrent(self._context), "using the GPU's context")
 
     def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
         """Makes a kernel ready that takes `shared` bytes of dynamic shared memory; how many groups run at once.
@@ -215,18 +214,24 @@ class Device:
         return max((w for w in range(1, 9) if w == 1 or w * shared <= self._shared_per_group), key=running)
 
     def stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self._index))  # a tenth of what torch.cuda.current_stream takes
+        raw: int = torch._C._cuda_getCurrentRawStream(self._index)  # a tenth of what torch.cuda.current_stream takes
+        return raw
 
     def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
     ) -> Callable[[], None]:
-        """What launches a kernel that has been loaded; `arguments` are copied whenever it is called."""
+        """What launches a loaded kernel, from one thread; `arguments` are copied whenever it is called."""
         function, shared = self._functions[kernel]
+        config = ctypes.byref(_LaunchConfig(groups, 1, 1, threads, 1, 1, shared, stream, None, 0))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        start = partial(_quick().cuLaunchKernel, function, groups, 1, 1, threads, 1, 1, shared, stream, pointers, None)
+        start = partial(_quick().cuLaunchKernelEx, config, function, pointers, None)
+        current, context = ctypes.c_void_p(), self._context.value
+        look = partial(_quick().cuCtxGetCurrent, ctypes.byref(current))
 
         def launch(_arguments: object = arguments) -> None:  # which must live as long as this
-            self._enter()
+            look()
+            if current.value != context:
+                self._enter()
             code = start()
             if code:
                 _check(code, f"launching {kernel}")

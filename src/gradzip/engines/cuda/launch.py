@@ -54,7 +54,7 @@ class Launcher(Protocol):
     def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
     ) -> Callable[[], None]:
-        """What launches a kernel that has been loaded; `arguments` are copied whenever it is called."""
+        """What launches a loaded kernel, from one thread; `arguments` are copied whenever it is called."""
         ...
 
     def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
@@ -243,13 +243,26 @@ def _small_decoder(on: Launcher, dtype: torch.dtype, coding: int, floor: str, ad
     return _Kernel(name, blocks, on.load(name, SMALL_THREADS, blocks * cells, SMALL_DECODERS))
 
 
-def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool) -> Prepared:
-    """A launch for these tensors; training uses the same buffers in every step, so that most are known already."""
+Key = tuple[object, ...]  # all that a launch, and what is checked before it, depends on
+
+
+def recall(device: torch.device, key: Key) -> Prepared | None:
+    """A launch on the current stream that was prepared under that key."""
+    on = _gpus.get(device) or launcher(device)
+    space = _of_thread.workspaces.get((device, on.stream()))
+    return None if space is None else space.prepared.get(key)
+
+
+def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool, key: Key | None = None) -> Prepared:
+    """A launch for these tensors; training uses the same buffers in every step, so that most are known already.
+
+    It can be recalled under `key`; by default, under one made of all of its arguments.
+    """
     device = parts[0].values.device
     on = _gpus.get(device) or launcher(device)
     stream = on.stream()
     space = _of_thread.workspaces.get((device, stream)) or workspace(device, stream)
-    key = (coding, job, encodes, *map(_identity, parts))
+    key = key or (coding, job, encodes, *map(_part_identity, parts))
     known = space.prepared.get(key)
     if known is None:
         most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS // (1 if coding == FIXED else 2)
@@ -269,19 +282,26 @@ def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Te
     Launch(parts, coding, job, True, on, stream, workspace(device, stream)).count_symbols(counts)
 
 
-def _identity(part: Part) -> tuple[object, ...]:
-    """All that a part's arguments depend on. Asked for in every call, so no function of its own for an address."""
-    values, body, body_bytes, floor, lengths, tables, addend = part
+def identity(
+    values: torch.Tensor, body: torch.Tensor | None, floor: torch.Tensor | Floor | None, lengths: torch.Tensor | None
+) -> Key:
+    """A tensor's part of a key. Asked for in every call, so that it calls no other function for an address."""
     grid: object = None
     if isinstance(floor, Floor):
-        grid = floor.theta.data_ptr(), _address(floor.second), floor.c0, floor.c1, floor.c2
+        second = floor.second
+        grid = floor.theta.data_ptr(), second is not None and second.data_ptr(), floor.c0, floor.c1, floor.c2
     elif floor is not None:
         grid = floor.data_ptr()
     return (
-        values.data_ptr(), values.numel(), values.dtype, body_bytes, grid,
-        None if body is None else body.data_ptr(), None if lengths is None else lengths.data_ptr(),
-        None if tables is None else tables.data_ptr(), None if addend is None else addend.data_ptr(),
+        values.data_ptr(), values.numel(), values.dtype, grid,
+        None if body is None else (body.data_ptr(), body.numel()),
+        None if lengths is None else (lengths.data_ptr(), lengths.is_contiguous()),
     )  # fmt: skip
+
+
+def _part_identity(part: Part) -> Key:
+    values, body, body_bytes, floor, lengths, tables, addend = part
+    return *identity(values, body, floor, lengths), body_bytes, _address(tables), _address(addend)
 
 
 class Launch:
