@@ -185,17 +185,17 @@ DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* 
         u32 q[4], entry[4];
         int width[4];
         for (int k = 0; k < 4; k++) {
-            int f = make_floor(s, next[k].in);
-            u32 place;  // 4 times the exponent
+            u32 exponent;  // where it lies in a float
             if (CODING == kNear) {
-                q[k] = round_near(next[k].v, f);
-                place = (q[k] >> 21) & 0x3fc;
-                width[k] = near_width(place >> 2, f);
+                u32 grid = make_grid(s, next[k].in);
+                q[k] = round_to(next[k].v, grid);
+                exponent = q[k] & 0x7f800000u;
+                width[k] = width_above(exponent, grid);
             } else {
-                Mapped mapped = map_paper(next[k].v, f);
-                q[k] = mapped.bits, place = 4 * mapped.e, width[k] = mapped.width;
+                Mapped mapped = map_paper(next[k].v, make_floor(s, next[k].in));
+                q[k] = mapped.bits, exponent = mapped.e << 23, width[k] = mapped.width;
             }
-            entry[k] = *(const u32*)((const u8*)table + place);
+            entry[k] = *(const u32*)((const u8*)table + (exponent >> 21));
         }
         if (row > 0) load_rows(s, row - 128 + (int)lane, next);
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
@@ -256,6 +256,25 @@ DEVICE LaneForm code_lanes(const Args& a, const Source<Float32, FLOOR>& s, int n
     return words < (u32)n ? LaneForm{kDense, words} : LaneForm{kRaw, (u32)n};
 }
 
+// Words of a slot to where they belong, in rounds that a warp waits for: the last, too, has all its words under way at once.
+DEVICE void copy_slot(u32* to, const u32* from, u32 count) {
+    constexpr u32 kRound = 8;
+    u32 word[kRound], i = lane_id(), whole = count / (32 * kRound) * (32 * kRound);
+#pragma unroll 1
+    for (; i < whole; i += 32 * kRound) {
+#pragma unroll
+        for (u32 k = 0; k < kRound; k++) word[k] = __ldcg(from + i + 32 * k);
+#pragma unroll
+        for (u32 k = 0; k < kRound; k++) __stcs(to + i + 32 * k, word[k]);
+    }
+#pragma unroll
+    for (u32 k = 0; k < kRound; k++)
+        if (i + 32 * k < count) word[k] = __ldcg(from + i + 32 * k);
+#pragma unroll
+    for (u32 k = 0; k < kRound; k++)
+        if (i + 32 * k < count) __stcs(to + i + 32 * k, word[k]);
+}
+
 // Brings a coded block to where it belongs.
 template <int CODING, int FLOOR>
 DEVICE void deliver(const Args& a, const Turn& turn, const Source<Float32, FLOOR>& source, LaneForm form, const u8* slot) {
@@ -263,8 +282,7 @@ DEVICE void deliver(const Args& a, const Turn& turn, const Source<Float32, FLOOR
     if (form.kind == kRaw) {
         for (u32 i = lane_id(); i < (u32)turn.n; i += 32) to[i] = quiet(map_row<CODING>(source, load_row(source, i)).bits);
     } else {
-#pragma unroll 8
-        for (u32 i = lane_id(); i < form.words; i += 32) __stcs(to + i, __ldcg((const u32*)slot + i));
+        copy_slot(to, (const u32*)slot, form.words);
     }
     __syncwarp();
 }

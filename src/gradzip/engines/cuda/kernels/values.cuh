@@ -43,6 +43,29 @@ DEVICE int make_floor(const Source<F, FLOOR>& s, FloorInput in) {
     return theta == 0 || f < -127 ? kExact : min_int(f + s.shift, kCoarsest);
 }
 
+// An exponent. Shifting the sign out takes a multiplier's addition, where masking takes the busier unit that shifts.
+DEVICE int exponent_alone(u32 bits) {
+#if defined(__CUDA_ARCH__)
+    u32 twice;
+    asm("add.u32 %0, %1, %1;" : "=r"(twice) : "r"(bits));
+    return (int)(twice >> 24);
+#else
+    return (int)((bits >> 23) & 255);
+#endif
+}
+
+// The grid of a floor f: the bits of 2^(f+23), whose last place is 2^f. 0 stands for kExact: no value is below.
+template <class F, int FLOOR>
+DEVICE u32 make_grid(const Source<F, FLOOR>& s, FloorInput in) {
+    constexpr int kUp = 150;
+    if (FLOOR == kInt8Floor)
+        return (int)in.first == -128 ? 0 : (u32)min_int((int)in.first + (s.shift + kUp), kCoarsest + kUp) << 23;
+    int theta = exponent_alone(in.first), f = theta;  // less c0, which is added where it costs nothing
+    if (FLOOR == kSecondFloor) f += max_int(exponent_alone(in.second) + s.c1, s.c2) >> 1;
+    u32 grid = (u32)min_int(f + (s.c0 + s.shift + kUp), kCoarsest + kUp) << 23;
+    return theta == 0 || f < -127 - s.c0 ? 0 : grid;
+}
+
 template <class F, int FLOOR>
 DEVICE int floor_at(const Source<F, FLOOR>& s, u32 i) { return make_floor(s, load_floor(s, i)); }
 
@@ -54,16 +77,20 @@ struct Mapped {
 
 DEVICE u32 quiet(u32 v) { return (v << 1) > 0xff000000u ? (v & 0x80000000u) | 0x7fc00000u : v; }
 
-// Rounds to the grid of a floor, ties to even. NaN stays what it is, and so do values with exponent 0 where the floor is
-// kExact: who writes them sees to it. kExact makes `grid` negative, so that no value is below it.
-DEVICE u32 round_near(u32 v, int f) {
-    u32 grid = (u32)(f + 150) << 23;  // adding 2^(f+23) makes the last place 2^f; then rounding is the adder's work
+// Rounds to a grid, ties to even: adding it makes its last place that of the sum, so that rounding is the adder's work. NaN
+// stays what it is, and so do values with exponent 0 where the floor is kExact: who writes them sees to it.
+DEVICE u32 round_to(u32 v, u32 grid) {
     float step = __uint_as_float(grid | (v & 0x80000000u));
     u32 rounded = __float_as_uint(__fsub_rn(__fadd_rn(__uint_as_float(v), step), step));
     return fabsf(__uint_as_float(v)) < __uint_as_float(grid) ? rounded : v;
 }
 
+// kExact makes the grid negative, so that no value is below it.
+DEVICE u32 round_near(u32 v, int f) { return round_to(v, (u32)(f + 150) << 23); }
+
 DEVICE int near_width(u32 e, int f) { return min_int((int)e - 126 - f, 24); }
+// The same from the exponent where it lies in a float, and the grid.
+DEVICE int width_above(u32 exponent, u32 grid) { return (min_int((int)(exponent - grid), 0) >> 23) + 24; }
 
 DEVICE Mapped map_near(u32 v, int f) {
     u32 q = round_near(v, f), e = (q >> 23) & 255;
