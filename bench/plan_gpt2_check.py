@@ -25,7 +25,8 @@ NEAR = "enc.gpu > a2a.flat > dec.gpu > enc.gpu > ag.flat > dec.gpu"
 def predicted(folder: Path) -> dict[str, float]:
     """Milliseconds of a step."""
     profile = Profile.load(folder / "profile.json")
-    matrices = replace(profile, tensors=tuple(t for t in profile.tensors if len(t.shape) > 1))  # policies code no others
+    tensors = tuple(t for t in profile.tensors if len(t.shape) > 1)  # policies code no others
+    matrices = replace(profile, tensors=tensors)
     problem = Request(matrices, Topology.of(profile), Limits(codecs=("gcomp",)), profile.bucket_bytes or 0).problem()
     (number,) = (n for option, n in problem.number.items() if (option.codec, option.route) == ("gcomp", NEAR))
     found = {

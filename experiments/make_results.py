@@ -227,10 +227,11 @@ def dial() -> str:
     intro = (
         "## GComp: the dial\n\nFrom near-lossless (`gcomp`, at most 1 ulp of each parameter) to extreme, with error "
         "feedback where the codec is biased unless the row says otherwise. *Bits* per value are those of a worker's "
-        "own frames and of the frames of sums, matrices only: both travel. *To plain*: the difference from the plain run of the same seed; *within its seeds*: no "
-        "more than plain training's own range over its seeds. *Mean change of the loss*: of 100 points of the "
-        "training loss, beside the plain run of the same seed (GComp's Figure 18 in another form); `plain, again` is "
-        "what the GPU's own order of summation does. 18-bit truncation is GComp's baseline."
+        "own frames and of the frames of sums, matrices only: both travel. *To plain*: the difference from the "
+        "plain run of the same seed; *within its seeds*: no more than plain training's own range over its seeds. "
+        "*Mean change of the loss*: of 100 points of the training loss, beside the plain run of the same seed "
+        "(GComp's Figure 18 in another form); `plain, again` is what the GPU's own order of summation does. 18-bit "
+        "truncation is GComp's baseline."
     )
     return "\n\n".join([intro, *parts])
 

@@ -82,7 +82,7 @@ def test_a_tiny_run(task: str, policy: str, probe: str, pictures: Path) -> None:
     assert len(row["losses"].split()) == row["steps"] == 2
     assert 0 < row["mib_per_epoch"] < 7
     if policy.startswith("gcomp"):
-        assert 1 < float(row["own_bits"]) < 32
+        assert 0 < float(row["own_bits"]) < 32
     if probe:
         (_, fields, rates), (_, _, stale) = found
         assert all(set(rate) == set(fields) for rate in rates)

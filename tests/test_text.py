@@ -20,6 +20,7 @@ REGISTRY = {name: cls for name, cls in EVERYTHING.items() if cls.__module__.star
 WORDS = {
     "mode": ["near", "lossless", "keep", "paper"],
     "round": ["nearest", "truncate"],
+    "own": ["near", "lossless"],
     "book": ["frame", "shared"],
     "to": ["bf16", "fp16"],
     "norm": ["max", "l2"],
@@ -125,6 +126,9 @@ def test_near_misses_are_named(text: str, message: str) -> None:
         "gcomp:limit=9",
         "gcomp:round=up",
         "gcomp:book=mine",
+        "gcomp:own=keep",
+        "gcomp:keep=7,own=lossless",
+        "gcomp:mode=lossless,own=lossless",
         "cast:to=int8",
         "cast:feedback=maybe",
         "gcomp:mode=lossless,feedback=true",

@@ -29,8 +29,12 @@ from gradzip.routes import NAMED, Route
 CODECS = (
     *("gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=3", "gcomp:keep=5,round=truncate,feedback=bf16"),
     *("gcomp", "gcomp:ulps=4096", "gcomp:mode=paper", "gcomp:mode=lossless,book=shared", "gcomp:book=shared"),
+    *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless", "gcomp:own=lossless,book=shared"),
 )
-ON_GPU = ("gcomp:mode=lossless", "gcomp:keep=3", "gcomp:ulps=4096", "gcomp:book=shared")
+ON_GPU = (
+    *("gcomp:mode=lossless", "gcomp:keep=3", "gcomp:ulps=4096", "gcomp:book=shared"),
+    *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless"),
+)
 WORLD, SIZES, FEW, STEPS = 3, (4200, 2, 0, 300), (300, 2, 0, 500), 2
 
 
@@ -131,6 +135,23 @@ def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str
     for ours, theirs in zip(kept, left):
         assert ours.keys() == theirs.keys()
         assert all(same_bits(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours)
+
+
+@pytest.mark.parametrize("route", ["alltoall", "allgather"])
+def test_own_gradients_may_go_lossless(engine: str, route: str) -> None:
+    """Only sums lie on a grid then, and nothing is lost of what a rank has."""
+    sizes = FEW if engine == "cuda" else SIZES
+    ranks, near = Ranks("gcomp:own=lossless", 1.0, sizes), parse("gcomp")
+    with engines.use(engine):
+        results = ranks.mean(NAMED[route], 0)
+    for number, size in enumerate(sizes):
+        of_ranks = [gradient(size, seed=10 * rank + number) for rank in range(WORLD)]
+        total = sum(of_ranks[1:], of_ranks[0])
+        if route == "alltoall":
+            context = Context(floor=ranks.floor(total, number), shift=WORLD.bit_length() - 1)
+            total = near.decode(near.encode(total, context), context)
+        for of_rank in results:
+            assert same_bits(of_rank[number], total / WORLD)
 
 
 def test_the_engines_are_used(engine: str) -> None:

@@ -34,6 +34,8 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "lossless": lambda: Fixed("gcomp:mode=lossless"),
     "near": lambda: "gcomp",
     "near-4096": lambda: "gcomp:ulps=4096",
+    "near, own lossless": lambda: "gcomp:own=lossless",
+    "near-4096, own lossless": lambda: "gcomp:ulps=4096,own=lossless",
     "near-4096-forgets": lambda: "gcomp:ulps=4096,feedback=false",
     "keep-7": lambda: "gcomp:keep=7",
     "keep-3": lambda: "gcomp:keep=3",
@@ -48,7 +50,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "accordion-ulps": lambda: Accordion("gcomp", "gcomp:ulps=4096", window=2),
     "mixed": lambda: Rules({"0.*": "powersgd:rank=2", "3.*": "topk:ratio=0.1", "8.*": "gcomp"}),
 }
-REAL = ["lossless", "near", "near-4096", "powersgd", "topk", "sign", "accordion"]
+REAL = ["lossless", "near", "near, own lossless", "near-4096", "powersgd", "topk", "sign", "accordion"]
 NEAR = [name for name in POLICIES if "near" in name or name in ("accordion-ulps", "mixed")]
 
 

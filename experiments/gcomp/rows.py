@@ -6,6 +6,7 @@ ULPS = (16, 256, 4096, 65536)
 DIAL = {
     "plain": ("plain", 3),
     "near": ("gcomp", 3),
+    "near, own lossless": ("gcomp:own=lossless", 1),
     "plain, again": ("plain", 1),
     "bf16": ("cast", 1),
     "18 bits cut": ("gcomp:keep=5,round=truncate,feedback=false", 1),
@@ -18,7 +19,10 @@ DIAL = {
     "accordion 1/65536": ("accordion ~ gcomp ~ gcomp:ulps=65536 ~ window=50", 1),
     "accordion 256/65536": ("accordion ~ gcomp:ulps=256 ~ gcomp:ulps=65536 ~ window=50", 1),
 }
-_WITH_SGD = ("plain", "near", "plain, again", "bf16", "18 bits cut", "keep=7", "ulps=256", "ulps=65536")
+_WITH_SGD = (
+    *("plain", "near", "near, own lossless", "plain, again", "bf16", "18 bits cut", "keep=7"),
+    *("ulps=256", "ulps=65536"),
+)
 _MINUTES = {"gcomp-cifar": 1.2, "gcomp-sst2-adamw": 0.8, "gcomp-enwik8": 1.0, "gcomp-sst2-sgd": 0.8}  # beside others
 
 

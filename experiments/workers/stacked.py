@@ -29,6 +29,7 @@ from gradzip.codecs.random import key_of
 from gradzip.codecs.selection import block, magnitudes, sample
 from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
 from gradzip.collectives import Topology
+from gradzip.collectives.coder import own_codec
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
 from gradzip.hooks.ways import Ways
@@ -138,7 +139,7 @@ class StackedWorkers:
             start, stop = together[0].start, together[-1].stop
             x, out = self.stack[:, start:stop], self._mean[start:stop]
             floors = _floors([ways[p.name] for p in together])
-            decoded = _coded(codec, x, floors)
+            decoded = _coded(own_codec(codec), x, floors)
             self._keep(codec, start, stop, decoded)
             _sum_rows(decoded, out)
             feeds = codec.error_memory is not None
@@ -173,7 +174,7 @@ class StackedWorkers:
             part = slice(place.start, place.stop)
             inner = slice(place.start - begin, place.stop - begin)
             whole = Context(place.name, self.step, world=self.world, floor=ways[place.name].floor)
-            frame = codec.encode(self.stack[0, part], whole)
+            frame = own_codec(codec).encode(self.stack[0, part], whole)
             _same(codec.decode(frame, whole), decoded[0, inner], f"{codec} of {place.name}")
             on_sums = Context(place.name, self.step, world=self.world, floor=whole.floor, shift=shift)
             sums = codec.encode(target[inner], on_sums)

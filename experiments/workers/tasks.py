@@ -111,7 +111,7 @@ class _Cifar(Task):
 
 
 class PowerSgdCifar(_Cifar):
-    """PowerSGD's study: 16 workers, a tenth of the rate at half and at 5/6 of training, but 0.1 x 4 instead of 0.1 x 16.
+    """PowerSGD's study: 16 workers, a tenth of the rate at half and at 5/6 of training; 0.1 x 4, not 0.1 x 16.
 
     The warm-up begins at 0 instead of 0.1. With the paper's rates plain training went to a loss of 5.9 within ten steps
     and ended at 49 %, with 0.1 to 0.4 at 60 %: 432 steps are too few to come back from there. (Batch norms at the end

@@ -41,6 +41,7 @@ class GComp(Lossy):
     keep: int | None = None  # mantissa bits; giving it means mode=keep
     round: str = "nearest"  # or truncate, for keep
     ulps: int = 1  # near: how far a parameter may move, in units of its last place; higher = smaller
+    own: str = "near"  # near: a rank's own gradient, before it is summed, goes so too, or `lossless`
     limit: int = 8  # longest Huffman code
     book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
 
@@ -58,6 +59,10 @@ class GComp(Lossy):
             raise Unsupported(f"gcomp:round={self.round!r}: choose nearest or truncate")
         if self.ulps < 1:
             raise Unsupported(f"gcomp:ulps={self.ulps}: at least 1")
+        if self.own not in ("near", "lossless"):
+            raise Unsupported(f"gcomp:own={self.own!r}{nearest(self.own, ('near', 'lossless'))}: near or lossless")
+        if self.own == "lossless" and self.mode != "near":
+            raise Unsupported(f"gcomp:own=lossless is for sums in near mode, not for mode {self.mode}")
         if not 1 <= self.limit <= 8:
             raise Unsupported(f"gcomp:limit={self.limit}: codes have at most 1 to 8 bits")
         if self.book not in ("frame", "shared"):
@@ -72,6 +77,15 @@ class GComp(Lossy):
     @property
     def lossless(self) -> bool:
         return self.mode == "lossless"
+
+    @property
+    def for_own(self) -> GComp:
+        """What a rank's own gradient is coded by; sums are coded by this codec itself.
+
+        Gradients from BF16 arithmetic have 8 bits of mantissa, which lossless coding finds; near mode goes by what the
+        optimizer can tell apart, which are more. Their sums have all bits.
+        """
+        return GComp(mode="lossless", limit=self.limit, book=self.book) if self.own == "lossless" else self
 
     @property
     def biased(self) -> bool:

@@ -19,8 +19,8 @@ watch       when data is under way, and what happens meanwhile
 """
 
 from .channel import Channel, open_channel
-from .coder import flatten, unflatten
 from .elsewhere import Elsewhere
+from .flat import flatten, unflatten
 from .message import Message, Outcome, average_plainly, route_of, single, submit
 from .pipeline import Job
 from .terms import AllReduce, Exchange, Parts, Steps

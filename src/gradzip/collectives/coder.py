@@ -24,9 +24,9 @@ from ..codecs.sparse import SparseFrame, TopK, fewest
 from ..engines.layout import Floor
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
-from ..sensitivity.near import memory_order
 from .blobs import HEAD_ROOM, Blob, Writer
 from .buffers import Buffers
+from .flat import flatten, unflatten
 from .layout import Layout, Piece
 from .terms import How
 from .together import ENTRY, Damage, Frames, Leaf, Sum, Together, coding_together
@@ -35,25 +35,6 @@ from .together import ENTRY, Damage, Frames, Leaf, Sum, Together, coding_togethe
 def cuttable(codec: Codec) -> bool:
     """Whether each value is coded by itself, so that it does not matter where a tensor is cut."""
     return isinstance(codec, GComp | Identity | Cast | ByteCodec)
-
-
-def flatten(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x's values in the order in which those of `like` lie in memory; a view where x lies that way too.
-
-    Codecs see gradients and floors so. It is not row-major for channels_last or transposed parameters.
-    """
-    if x.is_contiguous() and like.is_contiguous():
-        return x.view(-1)
-    return x.permute(memory_order(like)).reshape(-1)
-
-
-def unflatten(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `flatten`; a view."""
-    if like.is_contiguous():
-        return flat.view(like.shape)
-    order = memory_order(like)
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    return flat.view([like.shape[d] for d in order]).permute(back)
 
 
 @dataclass
@@ -78,7 +59,9 @@ class TensorCoder:
         self._flat = [flatten(t, t) for t in self.tensors]
         self._inputs = list(self._flat)
         self._lost: list[torch.Tensor] = []  # of each tensor; where pieces are coded together it is without scale
+        self._own_codec = own_codec(self.codec)
         self._together: Together | None = None
+        self._own_together: Together | None = None
         self._bounds: dict[int, int] = {}  # by the number of values
 
     def for_chunk(self, taken: list[torch.Tensor], carried: bool = False) -> TensorCoder:
@@ -97,7 +80,11 @@ class TensorCoder:
             self.codec = GComp(mode="lossless", limit=self.codec.limit, book=self.codec.book)
             self.contexts = [dataclasses.replace(ctx, floor=None) for ctx in self.contexts]
             self.exact_grid = self._feeds_back = False
+            self._own_codec = self.codec
         self._together = coding_together(self.codec, self._flat, self.contexts)
+        self._own_together = self._together
+        if self._own_codec != self.codec:
+            self._own_together = coding_together(self._own_codec, self._flat, self.contexts)
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
             if self._together is not None:
                 self.memory.compensate(ctx.name, tensor, self.scale)
@@ -112,11 +99,11 @@ class TensorCoder:
 
     def count_exponents(self, counts: torch.Tensor) -> None:
         """Adds a sample of the symbols of these gradients to (256,) counts."""
-        assert isinstance(self.codec, GComp)
+        assert isinstance(self._own_codec, GComp)
         for x, ctx in zip(self._flat, self.contexts):
             engine = engines.pick(x.device)
-            floor = ctx.floor if _near(self.codec) and x.dtype == torch.float32 else None
-            mode = self.codec if floor is not None or not _near(self.codec) else GComp(mode="lossless")
+            floor = ctx.floor if _near(self._own_codec) and x.dtype == torch.float32 else None
+            mode = self._own_codec if floor is not None or not _near(self._own_codec) else GComp(mode="lossless")
             counts += engine.histogram(x.contiguous(), mode._job(ctx), floor).sum(0).cpu()
 
     def finish(self) -> None:
@@ -164,13 +151,16 @@ class TensorCoder:
     def encode(
         self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None
     ) -> list[Blob]:
-        if self._together is not None and self._device(how) == self.home:
-            return self._encode_together(self._together, leaves, values, how, stays)
+        together = self._together_at(how)
+        if together is not None and self._device(how) == self.home:
+            return self._encode_together(together, leaves, values, how, stays)
         return [self._encode_pieces(leaf, values[i], how, i == stays) for i, leaf in enumerate(leaves)]
 
     def _encode_pieces(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool) -> Blob:
-        known = values if self.codec.lossless else None
+        known = values if self._codec_at(how).lossless else None
         if stays and known is not None:
+            if how.summed == 1:
+                self.goes_plainly(leaf)
             return Blob(torch.empty(0, dtype=torch.uint8), values=known)
         device = self._device(how)
         writer = self._writer(leaf, device)
@@ -187,8 +177,9 @@ class TensorCoder:
         outs: Sequence[Sequence[torch.Tensor]],
         add: bool,
     ) -> None:
-        if self._together is not None and self._device(how) == self.home:
-            self._decode_together(self._together, leaves, contributions, how, outs, add)
+        together = self._together_at(how)
+        if together is not None and self._device(how) == self.home:
+            self._decode_together(together, leaves, contributions, how, outs, add)
             return
         for number, contribution in enumerate(contributions):
             adds = add or number > 0
@@ -233,12 +224,12 @@ class TensorCoder:
         return buffer[: count * dtype.itemsize].view(dtype)
 
     def goes_plainly(self, leaf: Layout) -> None:
-        for piece in leaf if self._feeds_back else ():
+        if self._together is not None:
+            self._nothing_lost(leaf if self._feeds_back else ())
+            return
+        for piece in leaf if self._feeds_back else ():  # what was lost by rounding to 16 bits remains
             lost = self._lost[piece.tensor][piece.start : piece.stop]
-            if self._together is not None:
-                lost.zero_()
-            else:  # what was lost by rounding to 16 bits remains
-                lost.sub_(wide(self._inputs[piece.tensor][piece.start : piece.stop]))
+            lost.sub_(wide(self._inputs[piece.tensor][piece.start : piece.stop]))
 
     def note_sent(self, layout: Layout, sent: torch.Tensor, factor: float) -> None:
         """Takes note that `sent` times `factor` is what goes out of this rank's values."""
@@ -267,7 +258,9 @@ class TensorCoder:
             room = self._room(layout, place) if number != stays else torch.empty(0, dtype=torch.uint8)
             leaf = Leaf(_filled(layout), xs, room[HEAD_ROOM:] if number != stays and xs else None)
             leaf.comes_back = stays is None or number == stays
-            if self._feeds_back:
+            if self._feeds_back and own and self._own_codec.lossless:
+                self._nothing_lost(leaf.pieces)
+            elif self._feeds_back:
                 leaf.lost = self._room_for_lost(leaf, how, unit)
             coded.append(leaf)
             rooms.append(room)
@@ -316,6 +309,11 @@ class TensorCoder:
         self._decode_pieces(leaf, contributions[damage.part][number], how, sums[damage.leaf].outs, add)
         raise Corrupt(f"{self.contexts[leaf[0].tensor].name!r}: a frame that exchanges do not make")
 
+    def _nothing_lost(self, pieces: Sequence[Piece]) -> None:
+        """Of this rank's own values in these pieces."""
+        for piece in pieces:
+            self._lost[piece.tensor][piece.start : piece.stop].zero_()
+
     def _room_for_lost(self, leaf: Leaf, how: How, unit: float) -> list[torch.Tensor]:
         """Where what is lost of a leaf goes. Sums get what was lost of them before, in place."""
         if how.summed == 1:
@@ -332,7 +330,14 @@ class TensorCoder:
     def _fuses(self, values: torch.Tensor, how: How) -> bool:
         """Whether decoding, adding and encoding go in one pass: nothing has to be known of what is lost in between."""
         engine = engines.pick(values.device)
-        return not self._feeds_back and values.device == self._device(how) and hasattr(engine, "decode_add_encode")
+        uniform = not self._feeds_back and self._own_codec == self.codec  # the first frame of a ring may be another's
+        return uniform and values.device == self._device(how) and hasattr(engine, "decode_add_encode")
+
+    def _codec_at(self, how: How) -> Codec:
+        return self._own_codec if how.summed == 1 else self.codec
+
+    def _together_at(self, how: How) -> Together | None:
+        return self._own_together if how.summed == 1 else self._together
 
     def _device(self, how: How) -> torch.device:
         return torch.device("cpu") if how.device == "cpu" else self.home
@@ -353,7 +358,7 @@ class TensorCoder:
         return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
 
     def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> None:
-        codec, own = self.codec, how.summed == 1
+        codec, own = self._codec_at(how), how.summed == 1
         stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
         target = x
@@ -421,6 +426,11 @@ def _content(blob: Blob) -> torch.Tensor | Frames | Sequence[torch.Tensor]:
     if blob.values is not None:
         return blob.values
     return blob.data if blob.head is None else Frames(blob.data, blob.head)
+
+
+def own_codec(codec: Codec) -> Codec:
+    """What codes a rank's own gradient, where `codec` codes sums."""
+    return codec.for_own if isinstance(codec, GComp) else codec
 
 
 def _near(codec: Codec) -> bool:

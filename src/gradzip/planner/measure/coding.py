@@ -26,7 +26,7 @@ from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
 from ...collectives import Topology, flatten, message
 from ...collectives.buffers import Buffers
-from ...collectives.coder import cuttable
+from ...collectives.coder import cuttable, own_codec
 from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
@@ -82,7 +82,7 @@ def _cost(
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
         floors = _floors(codec, optimizer)
-        ratios = _ratios(codec, gradients, floors)
+        ratios = _ratios(own_codec(codec), gradients, floors)
         sums = {} if codec.fixed_size else _ratios(codec, means, floors)
         encode, decode = {}, {}
         name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
