@@ -199,8 +199,7 @@ DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* 
         }
         if (row > 0) load_rows(s, row - 128 + (int)lane, next);
         u32 flags = entry[0] | entry[1] | entry[2] | entry[3];
-        bool unusual = any((flags & kUnusual) != 0);
-        if (unusual) {
+        if (any((flags & kUnusual) != 0)) {
             seen |= flags;
             for (int k = 0; k < 4; k++) {
                 if (entry[k] & kZero) {
@@ -210,13 +209,11 @@ DEVICE Pushed push_lane_rows(const Source<Float32, FLOOR>& s, int n, const u32* 
                 if (entry[k] & kSpecial) q[k] = quiet(q[k]);
             }
             __syncwarp();
-        }
-        int widest = max_int(max_int(width[0], width[1]), max_int(width[2], width[3]));
-        bool chunked = any(widest > 8);
-        if (chunked && !unusual) {
+            int widest = max_int(max_int(width[0], width[1]), max_int(width[2], width[3]));
+            bool chunked = any(widest > 8);
+            for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], true, chunked);
+        } else {  // grids so coarse that no part has two chunks make zeros, too: it is not worth asking
             for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], false, true);
-        } else {
-            for (int k = 3; k >= 0; k--) push_lane_row<CODING>(lanes, q[k], width[k], entry[k], unusual, chunked);
         }
         lanes.write_beyond(kLaneRoom - 768);  // a row emits up to 6 bytes per lane
     }
