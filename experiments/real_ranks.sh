@@ -27,7 +27,7 @@ train() { # rate, then options of real_ranks.py
     ranks "$rate" "$python" "$here/real_ranks.py" --data "$data" --network "$rate Gbit/s" $options "$@"
 }
 
-dial='plain;torch bf16;gcomp;gcomp:keep=7;gcomp:ulps=65536;gcomp:keep=5,round=truncate,feedback=false'
+dial='plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;gcomp:ulps=65536;gcomp:keep=5,round=truncate,feedback=false'
 for part in $parts; do
     case $part in
     batch) # PowerSGD's ms per batch
@@ -47,8 +47,8 @@ for part in $parts; do
             --csv "$out/gcomp/allreduce.csv"
         ;;
     gpt10 | gpt1)
-        train "${part#gpt}" --task gpt2-enwik8 --seconds "${SECONDS_EACH:-15}" --check 1 --csv "$out/gpt/results.csv" \
-            --policies 'plain;torch bf16;gcomp;gcomp:keep=7;powersgd:rank=4;auto'
+        train "${part#gpt}" --task gpt2-enwik8 --seconds "${SECONDS_EACH:-12}" --check 1 --csv "$out/gpt/results.csv" \
+            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;powersgd:rank=4;auto'
         ;;
     *)
         echo "unknown part $part" >&2
