@@ -224,7 +224,7 @@ class Executor:
             yield from self._join(held.splits.pop(), step.where, group)
         elif step.kind == "ar":
             yield from self._deal(step.where, group)
-            if held.summed * group.size == self._world:
+            if held.summed * group.size == self._world and not self._coder.exact_grid:  # it may be coded yet
                 held.summed = self._world
                 self._settle()
                 held.summed //= group.size
