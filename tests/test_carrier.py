@@ -20,6 +20,7 @@ from torch import nn
 
 from gradzip import Unsupported, parse
 from gradzip.collectives import Channel, channel, open_channel, transports
+from gradzip.collectives.buffers import Buffers
 from gradzip.errors import PeerError
 from gradzip.routes import NAMED, Route, tree
 
@@ -145,3 +146,18 @@ def test_what_nccl_carries_is_the_same() -> None:
     for found in run_ranks(WORLD, carried_by_nccl, backend="nccl"):
         assert found["wrong"] == []
         assert found["differing"] == []
+
+
+@pytest.mark.gpu
+def test_buffers_on_a_gpu_are_free_when_they_are_taken() -> None:
+    """Torch hands memory out while kernels of its stream still use it, and a carrier uses it on another stream."""
+    device, size = torch.device("cuda", 0), 32 << 20
+    used = torch.zeros(size, dtype=torch.uint8, device=device)
+    torch.cuda._sleep(1 << 28)
+    used.fill_(1)
+    del used  # before it is filled
+    taken = Buffers(device=device).take(size)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        taken.fill_(7)
+    torch.cuda.synchronize()
+    assert bool((taken == 7).all())
