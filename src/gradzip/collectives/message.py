@@ -242,6 +242,8 @@ def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     """The numbers inside summable frames are averaged, then decoded once."""
     _wait_for(message.ready)
     frames = _encoded(message)
+    if job.crossing is not None:
+        job.crossing.append(frames)
     flat = torch.cat([message.codec.addends(frame) for frame in frames])
     plain, carried = _Plain(flat), channel.carries(flat.numel() * flat.itemsize)
     executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing, carried)
