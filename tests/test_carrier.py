@@ -9,6 +9,8 @@ import os
 import random
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from torch import nn
 from gradzip import Unsupported, parse
 from gradzip.collectives import Channel, channel, open_channel, transports
 from gradzip.collectives.buffers import Buffers
+from gradzip.collectives.gloo import Broken
 from gradzip.errors import PeerError
 from gradzip.routes import NAMED, Route, tree
 
@@ -112,6 +115,36 @@ def test_ranks_that_choose_differently_are_told() -> None:
     for words in run_ranks(2, unlike):
         assert '"transport": "gloo"' in words
         assert '"transport": "nccl"' in words
+
+
+def test_a_communicator_that_comes_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows of it any more, and what it waits for on the GPU would hold that up for ever."""
+    awaited, aborted = threading.Event(), threading.Event()
+
+    def late(*_: Any) -> Any:
+        awaited.wait(30)
+        return SimpleNamespace(abort=aborted.set)
+
+    monkeypatch.setattr(channel, "_make_communicator", late)
+    with pytest.raises(PeerError, match="did not meet over NCCL within 0:00:00"):
+        Channel._communicator(lonely(), None, timedelta(seconds=0.1))  # type: ignore[arg-type]
+    awaited.set()
+    assert aborted.wait(30)
+
+
+def test_nccl_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise Broken(None, RuntimeError("ncclCommInitRank: invalid usage"))
+
+    monkeypatch.setattr(channel, "_make_communicator", refuses)
+    with pytest.raises(PeerError, match=r"rank 0 .* over NCCL \(ncclCommInitRank: invalid.*GRADZIP_TRANSPORT=gloo"):
+        Channel._communicator(lonely(), None, timedelta(seconds=30))  # type: ignore[arg-type]
+
+
+def lonely() -> Any:
+    """As much of a channel as it takes to make a communicator; nobody has left word of anything."""
+    health = SimpleNamespace(cause=lambda patience: None)
+    return SimpleNamespace(rank=0, world=2, device=torch.device("cpu"), error=None, health=health, fail=lambda e: e)
 
 
 def test_nccl_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:

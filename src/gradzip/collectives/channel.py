@@ -98,27 +98,41 @@ class Channel:
             theirs = store.get(f"{where}/{rank}").decode()
             if theirs != own:
                 raise PeerError(
-                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip and launcher"
+                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher and "
+                    "transport"
                 )
 
     def _communicator(self, store: Store, timeout: timedelta) -> Communicator:
         """NCCL's waits cannot be ended from outside before there is a communicator: so a thread makes it."""
         made: list[Communicator | BaseException] = []
+        lock, given_up = threading.Lock(), False
 
         def make() -> None:
+            result: Communicator | BaseException
             try:
-                made.append(_make_communicator(store, self.rank, self.world, self.device))
+                result = _make_communicator(store, self.rank, self.world, self.device)
             except BaseException as error:
-                made.append(error)
+                result = error
+            with lock:
+                made.append(result)
+            if given_up and not isinstance(result, BaseException):
+                result.abort()  # what it has on the GPU would hold that up for ever
 
         thread = threading.Thread(target=make, name="gradzip-nccl", daemon=True)
         thread.start()
         deadline = time.monotonic() + timeout.total_seconds()
         while thread.is_alive() and self.error is None and time.monotonic() < deadline:
             thread.join(0.05)
-        found = made[0] if made else self.error or PeerError(f"ranks did not meet over NCCL within {timeout}")
+        with lock:
+            given_up = not made
+        found = made[0] if not given_up else self.error or PeerError(f"ranks did not meet over NCCL within {timeout}")
         if not isinstance(found, BaseException):
             return found
+        if isinstance(found, Broken) and self.error is None and self.health.cause(_LAST_WORDS) is None:
+            found = PeerError(
+                f"rank {self.rank} could not connect to the others over NCCL ({found}): leave transport={NCCL!r} out, "
+                f"or set {transports.TRANSPORT}={GLOO}"
+            )
         raise self._explained(found) if isinstance(found, Broken) else self.fail(found)
 
     def carries(self, size: int) -> bool:

@@ -90,7 +90,11 @@ class Communicator:
             self._last_task: SimpleQueue[Callable[[], object]] = SimpleQueue()
             self._ended = threading.Event()
             threading.Thread(target=self._await_the_end, name="gradzip-nccl-end", daemon=True).start()
-            self._warm_up()
+            try:
+                self._warm_up()
+            except BaseException:
+                self.abort()
+                raise
 
     def _warm_up(self) -> None:
         """Connections are made when they are first used, which waits for the peer: better now than in training."""
