@@ -158,8 +158,14 @@ def test_nccl_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -
     assert transports.choose("nccl", group, torch.device("cpu")) == "gloo", "the environment has the last word"
 
 
-def test_nccl_is_refused_beside_sync_batch_norm() -> None:
-    transports.check_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+def test_nccl_is_refused_beside_what_sums_during_backward() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    transports.check_model(model)
+    model.find_unused_parameters = model.static_graph = True  # as DDP has them
+    transports.check_model(model)
+    model.static_graph = False
+    with pytest.raises(Unsupported, match=r"find_unused_parameters.*GRADZIP_TRANSPORT=gloo"):
+        transports.check_model(model)
     with pytest.raises(Unsupported, match=r"SyncBatchNorm \('1' and 0 more\).*GRADZIP_TRANSPORT=gloo"):
         transports.check_model(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
 

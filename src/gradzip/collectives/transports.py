@@ -28,11 +28,13 @@ def choose(wanted: str | None, group: dist.ProcessGroup, device: torch.device) -
 def check_model(model: nn.Module) -> None:
     """Unsupported for models that communicate over NCCL in the middle of backward, beside what gradzip carries."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if names:
+    what = f"SyncBatchNorm ({names[0]!r} and {len(names) - 1} more) sums" if names else None
+    if getattr(model, "find_unused_parameters", False) and not getattr(model, "static_graph", False):
+        what = what or "find_unused_parameters=True has DDP sum what was used"
+    if what is not None:
         raise Unsupported(
-            f"transport={NCCL}: SyncBatchNorm ({names[0]!r} and {len(names) - 1} more) sums over NCCL during backward, "
-            "and two communicators on one GPU can wait for each other for ever. Leave it out, or set "
-            f"{TRANSPORT}={GLOO}"
+            f"transport={NCCL}: {what} over NCCL during backward, and two communicators on one GPU can wait for each "
+            f"other for ever. Leave it out, or set {TRANSPORT}={GLOO}"
         )
 
 
