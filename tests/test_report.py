@@ -18,6 +18,7 @@ from gradzip import Option, Plan, cli
 from gradzip.errors import ReportError
 from gradzip.planner import models
 from gradzip.report import Run, page, read, svg
+from gradzip.report.gradients import describe
 from gradzip.report.page import summary
 
 VOID = {"meta", "br", "path", "rect", "wbr"}
@@ -111,6 +112,17 @@ def test_a_run_without_measurements_says_so() -> None:
     text = page([Run("empty")])
     checked(text)
     assert text.count("nothing was recorded for this chart") == 3
+
+
+def test_ratios_are_those_of_what_a_rank_sends_of_its_own() -> None:
+    model = torch.nn.Linear(80, 60)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = (torch.randn_like(p) * 1e-3).bfloat16().float()
+        optimizer.step()
+    ratios = describe(model, optimizer, ["gcomp", "gcomp:own=lossless", "gcomp:mode=lossless"])[0]["ratios"]
+    assert ratios["gcomp:own=lossless"] == ratios["gcomp:mode=lossless"] != ratios["gcomp"]
 
 
 def test_a_prediction_is_shown_without_steps() -> None:
