@@ -17,6 +17,7 @@ from conftest import gradient
 import gradzip
 from gradzip import capture, cli, engines
 from gradzip.cli import table
+from gradzip.cli.samples import append_csv
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
 
@@ -243,6 +244,17 @@ def test_bench_codec_appends_to_csv(gradient_file: Path, tmp_path: Path, capsys:
     assert [row["codec"] for row in rows] == ["identity", "identity"]
     assert rows[0]["version"] == gradzip.__version__
     assert rows[0]["processor"]
+
+
+def test_a_csv_of_an_earlier_version_gets_the_new_columns(tmp_path: Path) -> None:
+    path = tmp_path / "speeds.csv"
+    path.write_text("codec,version,processor\nold,0,x\n")
+    for codec in ("new", "newer"):
+        append_csv(path, [{"codec": codec, "transport": "nccl"}])
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["codec"], row["transport"]) for row in rows] == [("old", ""), ("new", "nccl"), ("newer", "nccl")]
+    assert [row["version"] for row in rows] == ["0", gradzip.__version__, gradzip.__version__]
 
 
 def test_errors_go_to_stderr_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,15 +24,24 @@ def builtin(limit: int | None = None) -> Sample:
 
 
 def append_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Appends rows to a file, with this version and processor; a new file gets a heading."""
+    """Appends rows to a file, with this version and processor.
+
+    A file of an earlier version may have fewer columns: its rows have nothing there.
+    """
     if not rows:
         return
     complete = [row | {"version": __version__, "processor": processor()} for row in rows]
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(complete[0]))
-        if new:
+    columns, known, there = list(complete[0]), list[str](), list[list[str]]()
+    if path.exists():
+        with path.open(newline="") as file:
+            known, *there = [*csv.reader(file)] or [[]]
+        columns = [*known, *(name for name in columns if name not in known)]
+    fits = columns == known
+    with path.open("a" if fits else "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if not fits:
             writer.writeheader()
+            csv.writer(file).writerows([*row, *[""] * (len(columns) - len(known))] for row in there)
         writer.writerows(complete)
 
 
