@@ -26,7 +26,7 @@ from ..errors import PeerError, Unsupported
 from . import nccl, transports
 from .buffers import Buffers
 from .carrier import LEAST, Carrier, Communicator
-from .gloo import Broken, Gloo
+from .gloo import SENDERS, Broken, Gloo
 from .health import Health
 from .pipeline import ROW_VERSION, Agreement, Pipeline, Probe
 from .topology import Topology
@@ -67,7 +67,8 @@ class Channel:
         store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
         self._meet(store, "hello", timeout)
         try:
-            self.gloo = Gloo(store, self.rank, self.world, timeout)
+            senders = SENDERS if device.type == "cuda" else 0
+            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
         self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected

@@ -23,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from .senders import Later, Senders
+
 _DESCRIPTORS = Path("/proc/self/fd")
+SENDERS = 3  # threads that send data, where there are cores for them
+_AT_ONCE = 1 << 16  # bytes that are handed to a socket in less time than to a thread
 _PROBE = (1 << 31) - 1  # a tag that nothing else has
 
 
@@ -39,9 +43,9 @@ class Pending:
     """Messages under way. Their tensors are kept until they have arrived: a dropped one would be lost."""
 
     def __init__(self) -> None:
-        self._works: list[tuple[int | None, dist.Work, torch.Tensor]] = []
+        self._works: list[tuple[int | None, dist.Work | Later, torch.Tensor]] = []
 
-    def add(self, rank: int | None, work: dist.Work, tensor: torch.Tensor) -> None:
+    def add(self, rank: int | None, work: dist.Work | Later, tensor: torch.Tensor) -> None:
         self._works.append((rank, work, tensor))
 
     def wait(self) -> None:
@@ -55,9 +59,11 @@ class Pending:
 class Gloo:
     """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
+        """`senders`: so many threads send larger data; 0: those that call `send`."""
         self.rank, self.world = rank, world
         self._sockets: set[tuple[int, str]] = set()
+        self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
         for name in ("rows", "data", "sums") if world > 1 else ():
             make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
@@ -114,7 +120,9 @@ class Gloo:
             for rank, buffer in into:
                 pending.add(rank, group.recv([buffer], rank, tag), buffer)
             for rank, data in parts:
-                pending.add(rank, group.send([data], rank, tag), data)
+                send = partial(group.send, [data], rank, tag)
+                at_once = data.numel() < _AT_ONCE or not self._senders.count
+                pending.add(rank, send() if at_once else self._senders.send(send), data)
         except RuntimeError as cause:
             raise Broken(rank, cause) from cause
 
@@ -140,6 +148,7 @@ class Gloo:
 
     def close(self) -> None:
         """Drops the connections; nothing may be under way."""
+        self._senders.stop()
         self._groups.clear()
         self._sockets.clear()
 

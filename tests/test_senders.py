@@ -1,0 +1,79 @@
+"""Data that is handed to sockets by threads of its own arrives as it would otherwise, and errors are still errors."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from gradzip.collectives.gloo import Broken, Gloo, Pending
+from gradzip.collectives.senders import Senders
+
+
+def connected(rank: int, world: int) -> Gloo:
+    return Gloo(PrefixStore("senders", _get_default_store()), rank, world, timedelta(seconds=30), senders=3)
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradzip-send")]
+
+
+def swap(rank: int, world: int) -> tuple[int, bool, list[str]]:
+    """Many messages of different sizes, all under way at once: wrong ones, whether threads sent, threads left."""
+    gloo, others = connected(rank, world), [r for r in range(world) if r != rank]
+    sizes = torch.randint(1, 1 << 18, (60,), generator=torch.Generator().manual_seed(5)).tolist()
+    under_way: list[tuple[int, Pending, dict[int, torch.Tensor]]] = []
+    for tag, size in enumerate(sizes):
+        into = {other: torch.empty(size, dtype=torch.uint8) for other in others}
+        data = torch.full((size,), (7 * tag + rank) % 251, dtype=torch.uint8)
+        under_way.append((tag, gloo.send([(other, data) for other in others], list(into.items()), tag), into))
+    sent_by_threads = bool(alive())
+    wrong = 0
+    for tag, pending, into in under_way:
+        pending.wait()
+        wrong += sum(not bool((part == (7 * tag + other) % 251).all()) for other, part in into.items())
+    gloo.close()
+    return wrong, sent_by_threads, alive()
+
+
+def break_off(rank: int, world: int) -> tuple[list[int | None], list[str]]:
+    """Rank 0 breaks its connections while others send to it; whom these name, and threads left."""
+    gloo, named = connected(rank, world), list[int | None]()
+    if rank == 0:
+        gloo.abort()
+    else:
+        for tag in range(8):
+            try:
+                gloo.send([(0, torch.ones(1 << 20, dtype=torch.uint8))], [], tag).wait()
+            except Broken as broken:
+                named.append(broken.rank)
+                break
+    gloo.abort()
+    gloo.close()
+    return named, alive()
+
+
+def test_messages_arrive() -> None:
+    for wrong, sent_by_threads, left in run_ranks(3, swap, 3):
+        assert (wrong, sent_by_threads, left) == (0, True, [])
+
+
+def test_broken_connections_are_named() -> None:
+    for named, left in run_ranks(3, break_off, 3)[1:]:
+        assert (named, left) == ([0], [])
+
+
+def test_an_error_waits_for_whoever_waits() -> None:
+    senders = Senders(1)
+
+    def start() -> torch.distributed.Work:
+        raise RuntimeError("no such peer")
+
+    later = senders.send(start)
+    senders.stop()
+    with pytest.raises(RuntimeError, match="no such peer"):
+        later.wait()
