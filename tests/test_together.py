@@ -168,6 +168,20 @@ def test_a_plain_sum_on_the_way_keeps_the_grid() -> None:
             assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("codec", ["gcomp:ulps=4096", "gcomp:keep=3"])
+def test_a_gradient_that_is_coded_twice_loses_once(codec: str) -> None:
+    """In a group of one there is nothing to add between two encodes; what the first one lost is still held back."""
+    twice = Route.parse(
+        "enc.cpu > a2a.inter > dec.cpu > enc.cpu > a2a.intra > dec.cpu > enc.cpu > ag.intra > dec.cpu > ag.inter"
+    )
+    for engine in ("native", "reference"):
+        with engines.use(engine):
+            found, expected = Ranks(codec, 1.0, SIZES), Ranks(codec, 1.0, SIZES)
+            for step in range(STEPS):
+                ours, theirs = found.mean(twice, step), expected.mean(NAMED["alltoall"], step)
+                assert all(same_bits(a, b) for of_a, of_b in zip(ours, theirs) for a, b in zip(of_a, of_b))
+
+
 def test_the_engines_are_used(engine: str) -> None:
     """Or the comparison above would compare the slow way with itself."""
     x = [gradient(10)]

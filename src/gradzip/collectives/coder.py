@@ -159,7 +159,7 @@ class TensorCoder:
     def _encode_pieces(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool) -> Blob:
         known = values if self._codec_at(how).lossless else None
         if stays and known is not None:
-            if how.summed == 1:
+            if how.own:
                 self.goes_plainly(leaf)
             return Blob(torch.empty(0, dtype=torch.uint8), values=known)
         device = self._device(how)
@@ -249,7 +249,7 @@ class TensorCoder:
         how: How,
         stays: int | None,
     ) -> list[Blob]:
-        own = how.summed == 1
+        own = how.own
         unit = self.scale if own or not how.mean else self.scale / self.world
         place = self.home if self.carried else torch.device("cpu")
         coded, rooms = [], []
@@ -316,7 +316,7 @@ class TensorCoder:
 
     def _room_for_lost(self, leaf: Leaf, how: How, unit: float) -> list[torch.Tensor]:
         """Where what is lost of a leaf goes. Sums get what was lost of them before, in place."""
-        if how.summed == 1:
+        if how.own:
             return [self._lost[piece.tensor][piece.start : piece.stop] for piece in leaf.pieces]
         rooms = []
         for piece, x in zip(leaf.pieces, leaf.xs):
@@ -334,10 +334,10 @@ class TensorCoder:
         return uniform and values.device == self._device(how) and hasattr(engine, "decode_add_encode")
 
     def _codec_at(self, how: How) -> Codec:
-        return self._own_codec if how.summed == 1 else self.codec
+        return self._own_codec if how.own else self.codec
 
     def _together_at(self, how: How) -> Together | None:
-        return self._own_together if how.summed == 1 else self._together
+        return self._own_together if how.own else self._together
 
     def _device(self, how: How) -> torch.device:
         return torch.device("cpu") if how.device == "cpu" else self.home
@@ -349,16 +349,16 @@ class TensorCoder:
         floor = whole.floor
         if floor is not None:
             floor = _moved(floor[piece.start : piece.stop], device)
-        if isinstance(self.codec, GComp) or (is_whole and how.summed == 1):
+        if isinstance(self.codec, GComp) or (is_whole and how.own):
             state = whole.state
-        elif how.summed == 1 and not cuttable(self.codec):
+        elif how.own and not cuttable(self.codec):
             state = self.memory.state(name, self.codec.name)
         else:
             state = {}  # of sums nothing is carried from step to step
         return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
 
     def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> None:
-        codec, own = self._codec_at(how), how.summed == 1
+        codec, own = self._codec_at(how), how.own
         stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
         target = x

@@ -106,6 +106,11 @@ class How(NamedTuple):
 
     device: str
     number: int  # of this encode in the route: each has its own error memory
-    summed: int  # ranks in the sum; 1: it is this rank's own gradient
+    summed: int  # ranks in the sum
     shift: int  # of the grid, for sums
     mean: bool = False  # the values are means already
+
+    @property
+    def own(self) -> bool:
+        """Whether it is this rank's own gradient. Coded before, in a group of one, it is a sum like any."""
+        return self.summed == 1 and self.number == 0
