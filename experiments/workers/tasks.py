@@ -7,6 +7,7 @@ so runs of one seed see the same data in the same order, whatever is compressed.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from .texts import Bert, Gpt, WordLstm, sentences
 from .training import Batch, shares, stepped_rate
 
 
-class Task:
+class Task(ABC):
     """`workers` batches per step; a rate for each moment; one figure in the end."""
 
     workers, epochs, batch = 4, 10, 128
@@ -42,20 +43,20 @@ class Task:
         self.rng = torch.Generator(device).manual_seed(seed)
         torch.manual_seed(seed)
 
+    @abstractmethod
     def batches(self, epoch: int, step: int) -> Iterator[Batch]:
         """One for each worker."""
-        raise NotImplementedError
 
-    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor: ...
 
-    def evaluate(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def evaluate(self) -> float: ...
 
-    def rate(self, epoch: float) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def rate(self, epoch: float) -> float: ...
 
-    def before_step(self) -> None:
+    def before_step(self) -> None:  # noqa: B027  # most tasks do nothing
         """What is done to the mean gradients before the optimizer sees them."""
 
     def cast(self) -> torch.autocast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,7 +101,7 @@ class Cast(Lossy):
         return body[4:].view(self._TYPES[self.to])
 
 
-class ByteCodec(Codec):
+class ByteCodec(Codec, ABC):
     """A general-purpose compressor over the tensor's bytes, on the CPU."""
 
     fixed_size: ClassVar[bool] = False
@@ -114,11 +115,11 @@ class ByteCodec(Codec):
         if header.numel * header.dtype.itemsize > header.body_bytes * self.expansion:
             raise Corrupt(f"{header.numel} values cannot be in a {self.name} body of {header.body_bytes} bytes")
 
-    def pack(self, data: memoryview) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def pack(self, data: memoryview) -> bytes: ...
 
-    def unpack(self, data: memoryview, size: int) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def unpack(self, data: memoryview, size: int) -> bytes: ...
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         size = numel * dtype.itemsize

@@ -8,6 +8,7 @@ which an average does not reduce.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,11 +24,11 @@ from .random import key_of, stream
 _NOISE_BITS = 24
 
 
-class _Quantized(Lossy):
+class _Quantized(Lossy, ABC):
     """What they share: a body whose size follows from numel, and arithmetic in float32."""
 
-    def _body_bytes(self, numel: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _body_bytes(self, numel: int) -> int: ...
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         require_float32(self, dtype)

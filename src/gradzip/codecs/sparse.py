@@ -5,6 +5,7 @@ What is not sent is not lost for training: these codecs are biased, so error fee
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,12 +56,12 @@ def kept(ratio: float, numel: int) -> int:
     return min(numel, max(fewest(numel), round(ratio * numel)))
 
 
-class SparseFrame(Codec):
+class SparseFrame(Codec, ABC):
     """Values with their positions. Body: `[8] count`, the values, and their positions as packing.py writes them."""
 
+    @abstractmethod
     def most(self, numel: int) -> int:
         """How many of `numel` values a frame holds at the most."""
-        raise NotImplementedError
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return sparse_bytes(numel, self.most(numel), dtype.itemsize)
