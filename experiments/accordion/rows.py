@@ -15,7 +15,7 @@ def _net(task: str, low: int, *highs: int, seeds: int = 3) -> list[tuple[Run, in
     policies = {f"rank {low}": f"powersgd:rank={low}"}
     for high in highs:
         policies |= {f"rank {high}": f"powersgd:rank={high}", f"accordion {low}/{high}": _adaptive(low, high)}
-    return [(Run("accordion", task, row, policy, minutes=2.5), seeds) for row, policy in policies.items()]
+    return [(Run("accordion", task, row, policy, minutes=2.0), seeds) for row, policy in policies.items()]
 
 
 ROWS = [
