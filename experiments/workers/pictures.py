@@ -81,6 +81,7 @@ class SqueezeBlock(nn.Module):
         super().__init__()
         self.bn1, self.conv1 = nn.BatchNorm2d(inside), _conv(inside, outside, stride)
         self.bn2, self.conv2 = nn.BatchNorm2d(outside), _conv(outside, outside)
+        nn.init.zeros_(self.conv2.weight)  # starts as its shortcut, like Block
         self.narrow, self.widen = (
             nn.Conv2d(outside, max(1, outside // 16), 1),
             nn.Conv2d(max(1, outside // 16), outside, 1),
@@ -103,16 +104,21 @@ class ResNet18(nn.Module):
             layers += [block(inside, outside, 1 if inside == outside else 2), block(outside, outside, 1)]
             inside = outside
         self.blocks = nn.Sequential(*layers)
+        self.last: nn.Module = nn.Identity()
         self.head = nn.Linear(inside, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(F.relu(self.norm(self.first(x))))
+        x = self.last(self.blocks(F.relu(self.norm(self.first(x)))))
         logits: torch.Tensor = self.head(x.mean((2, 3)))
         return logits
 
 
-def senet18(classes: int = 10, width: int = 64) -> nn.Module:
-    return ResNet18(classes, width, SqueezeBlock)
+class SeNet18(ResNet18):
+    """Pre-activation blocks leave their sum as it is, so it is normalised before the head: else it grows until NaN."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__(classes, width, SqueezeBlock)
+        self.last = nn.Sequential(nn.BatchNorm2d(self.head.in_features), nn.ReLU())
 
 
 class Vgg19(nn.Module):
@@ -134,4 +140,4 @@ class Vgg19(nn.Module):
         return logits
 
 
-NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": senet18}
+NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": SeNet18}
