@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import gradzip
 from gradzip.codecs import lowrank
 from gradzip.collectives import message, pipeline
+from gradzip.engines.cuda import factors
 
 Moment = tuple[float, str, str]  # when, on which thread, what
 _moments: list[Moment] = []
@@ -57,7 +58,9 @@ def watch_all() -> None:
     watch(pipeline.Pipeline, "_advance", "stage", lambda _, stage, job, *__: f"{stage} of {job.agreement.what[:16]}")
     watch(pipeline.Pipeline, "_finish", "end", lambda _, job, __: f"of {job.agreement.what[:16]}")
     watch(pipeline.Pipeline, "exchange", "exchange")
-    watch(lowrank.PowerSGD, "reduce", "powersgd")
+    for name in ("reduce", "reduce_in_place"):
+        watch(lowrank.PowerSGD, name, "powersgd")
+    watch(factors._Bound, "launch", "kernels", lambda _, first, end: f"{first} to {end - 1}")
     watch(lowrank.PowerSGD, "_starts", "starts")
     watch(lowrank, "_orthonormal", "orthonormal")
     watch(message, "all_finite", "look for NaN")

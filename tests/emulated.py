@@ -54,7 +54,7 @@ class Emulator:
 
 def _compiled(kernel: str) -> Path:
     text = f"""#include "{Path(__file__).parent / "emulator" / "warps.h"}"
-{driver.source()}
+{driver.source(kernel)}
 extern "C" void entry(const Args* a, unsigned groups, unsigned threads) {{
     emulator::launch([](const void* p) {{ {kernel}(*(const Args*)p); }}, a, groups, threads);
 }}

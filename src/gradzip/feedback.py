@@ -89,6 +89,27 @@ class Memory:
             torch._foreach_add_(changed, added, alpha=scale)
         return result
 
+    def to_add(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], scale: float = 1.0
+    ) -> list[torch.Tensor | None]:
+        """What is to be added to gradients, times the scale, by a caller who can do so; the rest has been added.
+
+        For gradients in float32: residuals that can be added as they are, contiguous like the gradients.
+        """
+        simple = not self.patient and not self._has_folded and is_exact(scale)
+        left = list[torch.Tensor | None]()
+        for name, x in zip(names, tensors):
+            residual = self._residuals.get(f"{GRADIENT}/{name}")
+            plain = residual is not None and residual.dtype == torch.float32 and residual.device == x.device
+            if simple and (residual is None or (plain and residual.is_contiguous())):
+                left.append(residual)
+                continue
+            total = self.compensated(name, x, scale)
+            if total is not x:
+                x.copy_(total)
+            left.append(None)
+        return left
+
     def compensate(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """`compensated` in place, for x in the type of sums."""
         residual = self._residuals.get(f"{stage}/{name}")

@@ -44,6 +44,13 @@ class Reduced(NamedTuple):
     residual: torch.Tensor | None  # what of this rank's own tensor did not get through; None: nothing was lost
 
 
+class InPlace(NamedTuple):
+    """What `reduce_in_place` leaves beside the means."""
+
+    residuals: list[torch.Tensor | None]  # as in Reduced, without the scale
+    finite: Callable[[], bool]  # whether all means are; waits for them
+
+
 @dataclass(frozen=True)
 class Codec:
     """Base of all codecs. Class attributes describe it to routes and planner.
@@ -107,6 +114,21 @@ class Codec:
         larger than the sum of the magnitudes in all averages: whether it is finite is asked of these.
         """
         raise Unsupported(f"{self} has one round: use encode and decode")
+
+    def works_in_place(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether `reduce_in_place` takes them; if so, it is to be called instead of `reduce`, on all ranks."""
+        return False
+
+    def reduce_in_place(
+        self,
+        tensors: list[torch.Tensor],
+        contexts: list[Context],
+        average: Callable[[torch.Tensor], None],
+        before: list[torch.Tensor | None],
+        scale: float,
+    ) -> InPlace:
+        """`reduce` where the means replace the tensors. To each, `scale` times what is in `before` is added first."""
+        raise Unsupported(f"{self} does not work in place: use reduce")
 
     # -- what everybody calls -----------------------------------------------------------------------------------
 

@@ -14,11 +14,14 @@ With `alternate` a step does one half of this, P from an orthogonalised Q or Q f
 authors' later package does: half the values, and one collective instead of three.
 
 Matrices of equal shape go through each operation together: a model has hundreds of matrices and a handful of shapes.
+On a GPU, kernels take all matrices of a model at once (engines/cuda/factors.py); torch's operations are what they are
+tested against, and do the rest: other types, half steps, and ranks above 32.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +30,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from ..engines.cuda import factors, hot
 from ..errors import Unsupported
-from .base import Context, Lossy, Reduced, register, wide
+from .base import Context, InPlace, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
 Average = Callable[[torch.Tensor], None]
@@ -91,6 +95,66 @@ class PowerSGD(Lossy):
             for i, mean, residual in zip(places, batch.mean.unbind(), lost):
                 results[i] = _shaped(mean, residual, tensors[i])
         return [results[i] for i in range(len(tensors))]
+
+    def works_in_place(self, tensors: list[torch.Tensor]) -> bool:
+        if self.alternate or self.rank > factors.MOST_RANK or tensors[0].dtype != torch.float32:
+            return False
+        return all(hot.serves(t) for t in tensors if t.dim() > 1)
+
+    def reduce_in_place(
+        self,
+        tensors: list[torch.Tensor],
+        contexts: list[Context],
+        average: Average,
+        before: list[torch.Tensor | None],
+        scale: float,
+    ) -> InPlace:
+        whole, groups = self._arranged(tuple(t.shape for t in tensors), None)
+        norms, keeps = list[torch.Tensor](), self.error_memory is not None
+        for i in whole if keeps else range(len(tensors)):
+            if (lost := before[i]) is not None:
+                tensors[i].add_(lost, alpha=scale)
+
+        def average_whole() -> None:
+            if not whole:
+                return
+            own = [tensors[i] for i in whole]
+            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in own])
+            average(flat)
+            parts = flat.split_with_sizes([t.numel() for t in own])
+            torch._foreach_copy_(own, [part if t.dim() == 1 else part.view(t.shape) for part, t in zip(parts, own)])
+            norms.append(torch.linalg.vector_norm(flat, math.inf))
+
+        residuals: list[torch.Tensor | None] = [None] * len(tensors)
+        if not groups:
+            average_whole()
+            return InPlace(residuals, lambda: all(math.isfinite(n) for n in norms))
+        places = [i for group in groups for i in group.places]  # factors lie as torch's operations would have them
+        shapes = tuple(factors.Shape(group.rows, group.columns) for group in groups for _ in group.places)
+        operands = [
+            factors.Operand(
+                tensors[i], before[i] if keeps else None, *self._start_of(contexts[i], shape.columns, tensors[i].device)
+            )
+            for i, shape in zip(places, shapes)
+        ]
+        plan = factors.plan(shapes, self.rank, tensors[0].device)
+        found = plan.run(operands, average, keeps, scale, average_whole)
+        rights = found.right.split_with_sizes([shape.columns * self.rank for shape in shapes])
+        for i, shape, factor in zip(places, shapes, rights):
+            contexts[i].state.pop("p", None)
+            contexts[i].state.pop("half", None)
+            contexts[i].state["q"] = factor.view(shape.columns, self.rank)
+        if found.after is not None:
+            parts = found.after.split_with_sizes([tensors[i].numel() for i in places])
+            for i, part in zip(places, parts):
+                residuals[i] = part.view(tensors[i].shape)
+        return InPlace(residuals, lambda: not int(found.flawed) and all(math.isfinite(n) for n in norms))
+
+    def _start_of(self, context: Context, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor to start from, as it is; and what its columns of zeros are replaced by."""
+        fresh = _random(size, self.rank, context.seed, device, torch.float32)
+        last = context.state.get("q")
+        return fresh if last is None else _columns(last, fresh).float().contiguous(), fresh
 
     @lru_cache(maxsize=64)  # noqa: B019  # codecs are configurations, alike by their values
     def _arranged(

@@ -36,14 +36,16 @@ FILES = (
     ),
     *("packing", "select"),  # for other codecs
 )
+_LOWRANK, _LOWRANK_FILES = "lowrank_", ("common", "lowrank")  # kernels of that name are made of these alone
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RESERVED_SHARED = 1024  # what the system takes of every group's shared memory
 _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
 
 
-def source() -> str:
-    """All kernels as one text; line numbers in messages are those of the files."""
-    return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in FILES)
+def source(kernel: str = "") -> str:
+    """A kernel and what it is compiled with, as one text; line numbers in messages are those of the files."""
+    names = _LOWRANK_FILES if kernel.startswith(_LOWRANK) else FILES
+    return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in names)
 
 
 def _entry(kernel: str) -> str:
@@ -53,7 +55,7 @@ def _entry(kernel: str) -> str:
 
 def _text(kernel: str, threads: int, least: int) -> str:
     bounds = f'extern "C" __global__ void __launch_bounds__({threads}, {least})'
-    return f"{source()}\n{bounds} {_entry(kernel)}(const __grid_constant__ Args a) {{ {kernel}(a); }}\n"
+    return f"{source(kernel)}\n{bounds} {_entry(kernel)}(const __grid_constant__ Args a) {{ {kernel}(a); }}\n"
 
 
 # --- NVRTC -------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ _ARGS = struct.Struct("<8Q13i3I")
 _LAUNCH, _LAUNCH_AT = struct.Struct("<2I"), 8 * 8 + 13 * 4  # the fields of Args that change with every small launch
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
-_ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
+ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 
@@ -354,7 +354,7 @@ class Launch:
             self._count, groups, segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
-        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
+        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), ARGS_BYTES)
 
         self._make_tables = on.bind(self._tables, self._arguments, segments, TABLE_THREADS, stream)
         self._code_blocks = on.bind(self._main.name, self._arguments, self._running, 32 * warps, stream)
@@ -422,7 +422,7 @@ class SmallLaunch:
             self._count, groups, segments, coding, book, job.shift, job.limit, 1,
             job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
-        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), _ARGS_BYTES)
+        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), ARGS_BYTES)
         self._start = self._on.bind(self._kernel.name, self._arguments, groups, SMALL_THREADS, self._stream)
 
     def run(self) -> None:
@@ -454,7 +454,7 @@ def describe(
     head = _ARGS.pack(
         0, progress, counters + 8, 0, status, told, 0, 0, 1, groups, 0, 0, 0, 0, limit, 1, keep, 0, 0, 0, 0, 0, 0, 0
     )
-    return ctypes.create_string_buffer(head + _pack(part, 0, 0), _ARGS_BYTES)
+    return ctypes.create_string_buffer(head + _pack(part, 0, 0), ARGS_BYTES)
 
 
 def run_ordered(

@@ -1,0 +1,230 @@
+"""PowerSGD's kernels against torch's operations: emulated, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import emulated
+import pytest
+import torch
+from conftest import generator
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_lowrank import close, hostile, low_rank
+
+from gradzip import Context
+from gradzip.codecs.base import InPlace, Reduced
+from gradzip.codecs.lowrank import PowerSGD
+from gradzip.engines.cuda import factors, hot, launch
+
+SHAPES = [(130, 64), (300, 90), (7,), (130, 64), (520, 70), (64, 300), (17, 3, 5, 5), (2, 2), ()]
+Lost = list[torch.Tensor | None]
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")], scope="module"
+)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the kernels run; `serves` is set for the emulator by `emulates`."""
+    wanted = torch.device(request.param)
+    if wanted.type == "cpu" and emulated.COMPILER is None:
+        pytest.skip("emulating a GPU needs g++")
+    if wanted.type == "cpu":
+        emulated.install()
+    factors.plan.cache_clear()
+    yield wanted
+    launch.emulator = None
+
+
+@pytest.fixture(autouse=True)
+def emulates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(hot, "serves", lambda tensor: tensor.is_contiguous())
+
+
+class Twin:
+    """The same steps by torch's operations and by kernels. What other ranks add is known: they halve every average."""
+
+    def __init__(self, codec: PowerSGD, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        self.codec, self.device, self.step, self.skipped = codec, device, 0, 0
+        self.states: list[dict[str, torch.Tensor]] = [{} for _ in shapes]
+        self.lost: Lost = [None] * len(shapes)
+        self.volumes: list[list[int]] = [[], []]
+
+    def contexts(self, states: list[dict[str, torch.Tensor]]) -> list[Context]:
+        return [Context(f"p{i}", self.step, state=state) for i, state in enumerate(states)]
+
+    def halve(self, way: int, flat: torch.Tensor) -> None:
+        self.volumes[way].append(flat.numel())
+        flat.mul_(0.5)
+
+    def bucket(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One after the other, as in DDP's buckets: few begin where four values can be read at once."""
+        flat = torch.cat([torch.zeros(self.skipped), *(g.reshape(-1) for g in gradients)]).to(self.device)
+        parts = flat[self.skipped :].split([g.numel() for g in gradients])
+        return [part.view(g.shape) for part, g in zip(parts, gradients)]
+
+    def run(
+        self, gradients: list[torch.Tensor], scale: float = 1.0
+    ) -> tuple[list[Reduced], list[torch.Tensor], InPlace]:
+        """Both start from the same state; it goes on with what kernels made."""
+        gradients = self.bucket(gradients)
+        inputs = [g.clone() if lost is None else g + lost * scale for g, lost in zip(gradients, self.lost)]
+        by_torch, by_kernels = [dict(s) for s in self.states], [dict(s) for s in self.states]
+        expected = self.codec.reduce(inputs, self.contexts(by_torch), lambda flat: self.halve(0, flat))
+        assert self.codec.works_in_place(gradients)
+        average, contexts = lambda flat: self.halve(1, flat), self.contexts(by_kernels)
+        left = self.codec.reduce_in_place(gradients, contexts, average, self.lost, scale)
+        for mine, other in zip(by_kernels, by_torch):
+            assert mine.keys() == other.keys()
+            for key, value in mine.items():
+                assert value.shape == other[key].shape
+                assert value.is_contiguous()
+        self.states, self.lost, self.step = by_kernels, left.residuals, self.step + 1
+        return expected, gradients, left
+
+    def compare(self, gradients: list[torch.Tensor], scale: float = 1.0) -> None:
+        expected, means, left = self.run(gradients, scale)
+        for (mean, residual), found, lost in zip(expected, means, left.residuals):
+            size = float(mean.norm()) + (0 if residual is None else float(residual.norm()))
+            assert float((found - mean).norm()) <= 2e-5 * size + 1e-30
+            assert (lost is None) == (residual is None)
+            if lost is not None and residual is not None:
+                assert lost.shape == residual.shape
+                assert float((lost * scale - residual).norm()) <= 2e-5 * size + 1e-30
+        assert left.finite()
+        assert self.volumes[0] == self.volumes[1]
+
+
+def random(shapes: list[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
+    rng = generator(seed)
+    return [torch.randn(shape, generator=rng) for shape in shapes]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4, 6, 16, 32])
+def test_kernels_give_what_torch_gives(device: torch.device, rank: int) -> None:
+    twin = Twin(PowerSGD(rank=rank), SHAPES, device)
+    for step in range(3):
+        twin.compare(random(SHAPES, step), scale=2.0**step)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 3),
+    st.sampled_from([1e-20, 1e-3, 1.0, 1e15]),
+)
+def test_any_shapes_at_any_address(
+    device: torch.device, shapes: list[tuple[int, int]], rank: int, skipped: int, size: float
+) -> None:
+    twin = Twin(PowerSGD(rank=rank), list(shapes), device)
+    twin.skipped = skipped
+    for step in range(2):
+        twin.compare([size * x for x in random(list(shapes), step)])
+
+
+def test_zeros_and_low_ranks(device: torch.device) -> None:
+    """What the rank suffices for gets through as it is; zeros stay zeros, and leave no NaN behind."""
+    given = [low_rank((64, 96), 2, 23), torch.zeros(64, 96), low_rank((40, 33), 4, 3) * 1e-12]
+    twin = Twin(PowerSGD(rank=4), [(64, 96), (64, 96), (40, 33)], device)
+    for _ in range(3):
+        twin.lost = [None] * 3
+        _, means, left = twin.run(given)
+        assert left.finite()
+        assert all(close(mean, x.to(device) / 2) for x, mean in zip(given, means) if x.any())
+        assert not bool(means[1].any())
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_columns_are_orthonormal_and_span_what_they_should(device: torch.device, name: str) -> None:
+    """The average of the left factors is replaced by columns p; then the mean is a projection of M to what p spans."""
+    p = hostile()[name]
+    rows, rank = p.shape
+    normal = p.double() / torch.linalg.vector_norm(p.double(), dim=0).clamp(min=1e-300)
+    columns = 4 * rank + rows
+    m = torch.cat([normal.float(), torch.randn(rows, columns - rank, generator=generator(3))], 1)
+    calls = list[int]()
+
+    def average(flat: torch.Tensor) -> None:
+        calls.append(flat.numel())
+        if len(calls) == 1:
+            flat.copy_(p.view(-1))
+
+    codec = PowerSGD(rank=rank)
+    if not codec.factored(m.shape):
+        pytest.skip("more columns than rows: it would go as it is")
+    found = m.to(device, copy=True)
+    assert codec.reduce_in_place([found], [Context("w")], average, [None], 1.0).finite()
+    assert calls == [p.numel(), columns * rank]
+    found = found.cpu()
+    assert float((found[:, :rank] - m[:, :rank]).abs().max()) < 2e-6, "p itself is projected to p"
+    again = codec.reduce([m], [Context("w")], _replaced_by(p))[0].mean
+    if name not in ("almost twice", "twice but for rounding", "powers"):  # where noise decides what else is spanned
+        assert close(found, again, 1e-5)
+    assert float(found.norm()) <= float(m.norm()) * (1 + 1e-5), "no direction counts twice"
+
+
+def _replaced_by(p: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    left = [p]
+    return lambda flat: flat.copy_(left.pop().view(-1)) if left else None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(device: torch.device, value: float) -> None:
+    for place in range(3):
+        given = random([(64, 96), (40, 33), (5,)], 1)
+        given[place].view(-1)[3] = value
+        _, means, left = Twin(PowerSGD(rank=2), [(64, 96), (40, 33), (5,)], device).run(given)
+        assert not left.finite()
+        assert not bool(means[place].isfinite().all())
+        assert all(bool(mean.isfinite().all()) for i, mean in enumerate(means) if i != place)
+
+
+def test_means_that_overflow_show(device: torch.device) -> None:
+    given = [torch.full((64, 96), 3e38)]
+    _, means, left = Twin(PowerSGD(rank=1), [(64, 96)], device).run(given)
+    assert left.finite() == bool(means[0].isfinite().all())
+
+
+def test_without_feedback_what_was_lost_before_still_counts(device: torch.device) -> None:
+    twin = Twin(PowerSGD(rank=2, feedback=False), [(64, 96), (6,)], device)
+    twin.lost = [t.to(device) for t in random([(64, 96), (6,)], 9)]
+    twin.compare(random([(64, 96), (6,)], 8), scale=4.0)
+    assert twin.lost == [None, None]
+
+
+def test_the_rank_may_change(device: torch.device) -> None:
+    twin = Twin(PowerSGD(rank=2), [(64, 96), (40, 33)], device)
+    for step, rank in enumerate((2, 5, 1, 5)):
+        twin.codec = PowerSGD(rank=rank)
+        twin.compare(random([(64, 96), (40, 33)], step))
+        assert twin.states[0]["q"].shape == (96, rank)
+
+
+def test_the_same_again_is_the_same_to_the_bit(device: torch.device) -> None:
+    """Wherever it lies: all ranks must get the same."""
+    found = []
+    for _ in range(2):
+        _, means, left = Twin(PowerSGD(rank=4), SHAPES, device).run(random(SHAPES, 3))
+        found.append([*means, *(r for r in left.residuals if r is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_what_kernels_do_not_take(device: torch.device) -> None:
+    x = torch.randn(64, 96, device=device)
+    assert PowerSGD(rank=32).works_in_place([x])
+    assert not PowerSGD(rank=33).works_in_place([x])
+    assert not PowerSGD(alternate=True).works_in_place([x])
+    assert not PowerSGD().works_in_place([x.double()])
+    assert not PowerSGD().works_in_place([x.T])
+    assert PowerSGD().works_in_place([x, x[0, ::2]])  # vectors go as they are
+
+
+def test_half_steps_leave_no_trace(device: torch.device) -> None:
+    twin = Twin(PowerSGD(rank=2), [(64, 96)], device)
+    x = random([(64, 96)], 4)
+    PowerSGD(rank=2, alternate=True).reduce([t.to(device) for t in x], twin.contexts(twin.states), lambda flat: None)
+    assert "half" in twin.states[0]
+    twin.compare(x)
+    assert twin.states[0].keys() == {"q"}
