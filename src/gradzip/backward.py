@@ -24,6 +24,7 @@ from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.coder import all_finite
+from .collectives.message import FACTORS
 from .engines.layout import Floor
 from .feedback import Memory
 from .refresh import SharedBook
@@ -233,6 +234,7 @@ class Backward:
             self.memory.forms[name] = way.form
             message.tensors.append(gradient)
             message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
+        _join_factors(messages)
         return [(kind, message) for (kind, _), message in messages.items()]
 
     # -- whether all ranks see the same --------------------------------------------------------------------------
@@ -318,6 +320,16 @@ class Backward:
             self._elsewhere.end()
         for ticket in list(self._tickets):
             _give(ticket, error)
+
+
+def _join_factors(messages: dict[tuple[str, torch.dtype], Message]) -> None:
+    """Uncompressed tensors travel with factors of their type, as PowerSGD's paper has it: one message, not two."""
+    hosts = {dtype: message for (_, dtype), message in reversed(messages.items()) if message.route == FACTORS}
+    for kind, dtype in list(messages):
+        if kind == PLAIN and dtype in hosts:
+            guest, host = messages.pop((kind, dtype)), hosts[dtype]
+            host.tensors += guest.tensors
+            host.contexts += guest.contexts
 
 
 def is_alone(channel: Channel) -> bool:
