@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from datetime import timedelta
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import nn
 from gradzip import Unsupported, parse
 from gradzip.collectives import Channel, channel, open_channel, transports
 from gradzip.collectives.buffers import Buffers
-from gradzip.collectives.gloo import Broken
+from gradzip.collectives.carrier import Carrier
+from gradzip.collectives.gloo import Broken, Rows
 from gradzip.errors import PeerError
 from gradzip.routes import NAMED, Route, tree
 
@@ -100,6 +102,33 @@ def test_what_is_carried_is_the_same() -> None:
         assert found["wrong"] == []
         assert found["differing"] == []
         assert found["by"] == {"gradzip-carry"}, "one thread issues all"
+
+
+def test_rank_0_is_the_last_to_be_ready() -> None:
+    """What others have long said to be ready for begins at once, though nobody has anything more to say."""
+    said, issued = SimpleQueue[int](), list[str]()
+
+    def started(name: str) -> Any:
+        return lambda *_: issued.append(name) or (lambda: True)
+
+    gloo: Any = SimpleNamespace(
+        rank=0, world=2, send_row=lambda *_: Rows(), receive_from_any=lambda tag: said.get(), first_lost=lambda: None
+    )
+    communicator: Any = SimpleNamespace(
+        device=torch.device("cpu"), sum=started("sum"), close=lambda: None, sums=lambda dtype: True
+    )
+    carrier = Carrier(gloo, communicator, timedelta(seconds=30), failed=lambda error: None, least=0)
+    early, late = torch.zeros(1), torch.zeros(1)
+    said.put(2)
+    first = carrier.begin_sum(1, early)  # rank 1 is ready for another one
+    while said.qsize():
+        time.sleep(0.001)
+    second = carrier.begin_sum(2, late)
+    assert second.issued.wait(30), "it waits until rank 1 says something more"
+    assert not first.issued.is_set()
+    said.put(1)
+    assert first.issued.wait(30)
+    assert carrier.close(30)
 
 
 def unlike(rank: int) -> str:

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -43,6 +44,7 @@ def swap(rank: int, world: int) -> tuple[int, bool, list[str]]:
 def break_off(rank: int, world: int) -> tuple[list[int | None], list[str]]:
     """Rank 0 breaks its connections while others send to it; whom these name, and threads left."""
     gloo, named = connected(rank, world), list[int | None]()
+    dist.barrier()  # all are connected
     if rank == 0:
         gloo.abort()
     else:

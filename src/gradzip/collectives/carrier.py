@@ -12,6 +12,7 @@ So a peer that is gone is noticed by Gloo, whose waits end with an error, or by 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -80,7 +81,7 @@ class Carrier:
         self._under_way = 0
         self._announced: deque[Pending] = deque()
         self._heard: Counter[int] = Counter()  # on rank 0: how many others are ready for an exchange, by its tag
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     # -- for the pipeline -----------------------------------------------------------------------------------------
 
@@ -149,11 +150,12 @@ class Carrier:
     def close(self, patience: float) -> bool:
         """Leaves; False if something was still under way after that many seconds."""
         self._end()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience)
+        deadline = time.monotonic() + patience
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._communicator.close()
-        return thread is None or not thread.is_alive()
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _end(self) -> None:
         with self._changed:
@@ -179,25 +181,47 @@ class Carrier:
             self._ready[parcel.tag] = parcel
             self._under_way += 1
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._issuing, name="gradzip-carry", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                self._run(self._issuing, "gradzip-carry")
+                if self._gloo.rank == 0:
+                    self._run(self._listening, "gradzip-ready")
+
+    def _run(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=self._ending_all, args=(target,), name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _ending_all(self, target: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                target()
+        except BaseException as error:
+            if not self._ended:
+                self._failed(error)
 
     def _issuing(self) -> None:
-        number = 0
-        with torch.no_grad():
-            while True:
-                with self._changed:  # nobody listens to rank 0 who has nothing to send: that would never end
-                    self._changed.wait_for(lambda: self._ready or self._ended)
-                    if self._ended:
-                        return
-                try:
-                    self._issue(self._next(ORDERS + number % _ANNOUNCED))
-                except BaseException as error:
-                    if not self._ended:
-                        self._failed(error)
+        for number in itertools.count():
+            with self._changed:  # nobody listens to rank 0 who has nothing to send: that would never end
+                self._changed.wait_for(lambda: self._ready or self._ended)
+                if self._ended:
                     return
-                number += 1
+            self._issue(self._next(ORDERS + number % _ANNOUNCED))
+
+    def _listening(self) -> None:
+        """On rank 0: hears what others are ready for, as long as something that is ready here waits for them.
+
+        A thread of its own: what rank 0 itself is the last to be ready for must not wait until somebody speaks again.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._ended or any(self._heard[tag] < len(self._others) for tag in self._ready)
+                )
+                if self._ended:
+                    return
+            tag = self._gloo.receive_from_any(READY)
+            with self._changed:
+                self._heard[tag] += 1
+                self._changed.notify_all()
 
     def _next(self, tag: int) -> Parcel:
         """The exchange whose turn it is."""
@@ -217,14 +241,17 @@ class Carrier:
             return self._ready[chosen]
 
     def _ready_everywhere(self) -> int:
-        """On rank 0: an exchange that all ranks are ready for, the oldest of them. Something is ready here."""
-        while True:
-            with self._changed:
-                found = [tag for tag in self._ready if self._heard[tag] == len(self._others)]
-            if found:
-                del self._heard[found[0]]
-                return found[0]
-            self._heard[self._gloo.receive_from_any(READY)] += 1
+        """On rank 0: an exchange that all ranks are ready for, the oldest of them."""
+
+        def oldest() -> int | None:
+            return next((tag for tag in self._ready if self._heard[tag] == len(self._others)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or oldest() is not None)
+            found = oldest()
+        if found is None:
+            raise Broken(None, RuntimeError("the communicator is closed"))
+        return found
 
     def _issue(self, parcel: Parcel) -> None:
         parcel.said.wait()
@@ -234,7 +261,7 @@ class Carrier:
         else:
             self._exchange(parcel)
         with self._changed:
-            del self._ready[parcel.tag]
+            del self._ready[parcel.tag], self._heard[parcel.tag]
         parcel.issued.set()
 
     def _exchange(self, parcel: Parcel) -> None:
