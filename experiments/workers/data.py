@@ -5,7 +5,7 @@
     wikitext2/   wiki.{train,valid,test}.tokens, plain or .xz
     sst2/        glue_{train,dev}.tsv with sentence and label, plain or .xz
     enwik8/      enwik8 or its beginning, plain or .xz
-    minilm/      vocab.txt and model_fp16.safetensors (models in bert.py)
+    minilm/      vocab.txt and model_fp16.safetensors (texts.py)
 
 Where they come from: https://www.cs.toronto.edu/~kriz/cifar.html (binary version), WikiText-2 as in pytorch/examples
 (word_language_model/data/wikitext-2), GLUE's SST-2, http://mattmahoney.net/dc/enwik8.zip, and the model

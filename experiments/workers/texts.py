@@ -158,8 +158,8 @@ def safetensors(path: Path) -> dict[str, torch.Tensor]:
 class WordPieces:
     """BERT's uncased tokenizer: words and punctuation, then the longest pieces that the vocabulary has."""
 
-    def __init__(self, vocabulary: Path) -> None:
-        self._numbers = {piece: number for number, piece in enumerate(vocabulary.read_text().split("\n"))}
+    def __init__(self, vocabulary: str) -> None:
+        self._numbers = {piece: number for number, piece in enumerate(vocabulary.split("\n"))}
         self._first, self._last, self._unknown = (self._numbers[piece] for piece in ("[CLS]", "[SEP]", "[UNK]"))
 
     def __call__(self, sentence: str, length: int) -> list[int]:
@@ -195,7 +195,8 @@ def sentences(root: Path, split: str, length: int) -> tuple[np.ndarray, np.ndarr
     """SST-2 as (n, length) int64 tokens and labels."""
 
     def make() -> data.Arrays:
-        tokenize, rows = WordPieces(root / "minilm" / "vocab.txt"), data.sst2(root, split)
+        tokenize = WordPieces(data.text_of(root, "minilm/vocab.txt").decode())
+        rows = data.sst2(root, split)
         tokens = np.array([tokenize(sentence, length) for sentence, _ in rows], np.int64)
         return {"tokens": tokens, "labels": np.array([label for _, label in rows], np.int64)}
 
