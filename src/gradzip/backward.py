@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -24,31 +24,29 @@ from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.coder import all_finite
-from .collectives.message import FACTORS
-from .engines.layout import Floor
 from .feedback import Memory
+from .gradients import PLAIN, Bucket, Late, Named, Way
 from .refresh import SharedBook
 from .spans import until
 
 Future = torch.futures.Future[torch.Tensor]
-PLAIN = "identity/allreduce"
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them
 
 
-@dataclass(frozen=True)
-class Way:
-    """What one parameter's gradient goes through in a step."""
+class _Promise:
+    """A future that is kept once, whoever comes first."""
 
-    codec: Codec
-    route: str
-    late: bool  # waits for the last bucket
-    floor: Floor | torch.Tensor | None
-    kind: str = field(init=False, compare=False)  # codec and route, in words
-    form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
+    def __init__(self, device: torch.device) -> None:
+        self.future = _future(device)
+        self._open = threading.Lock()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
-        object.__setattr__(self, "form", self.codec.error_memory)
+    @property
+    def kept(self) -> bool:
+        return self._open.locked()
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        if self._open.acquire(blocking=False):
+            self.future.set_result(buffer)
 
 
 @dataclass(eq=False)
@@ -56,11 +54,13 @@ class _Ticket:
     """A bucket that DDP waits for."""
 
     buffer: torch.Tensor
-    done: torch.futures.Future[torch.Tensor]
+    promise: _Promise  # that all who wait for the end of the step have in common
+    held: bool  # it waits for that
+    error: BaseException | None
     left: int = 1  # messages that it waits for, and one for those still to be started
-    held: bool = False  # it waits for the end of the step
-    given: bool = False
-    error: BaseException | None = None
+
+    def give(self) -> None:
+        self.promise.keep(self.buffer)
 
 
 @dataclass(eq=False)
@@ -84,12 +84,16 @@ class Backward:
     raw_bytes: int = 0  # of the buckets
     parts: dict[str, Outcome] = field(default_factory=dict)  # of the totals, by codec and route
     exposed: float = 0.0  # seconds from the last bucket's arrival to the end
+    late: Late = field(default_factory=Late)
+    early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        self._late: list[tuple[str, torch.Tensor]] = []
-        self.results: list[tuple[str, torch.Tensor]] = []  # where the means will be
+        self._waiting: list[Bucket] = []  # those with gradients that wait for the last bucket
+        self.results: Named = []  # where the means will be
         self._tickets: list[_Ticket] = []
+        self._end: _Promise | None = None  # of the step
+        self.over = threading.Event()  # on_end has been called, and Memory is that of the next step
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
         self._comparison: checks.Comparison | None = None
@@ -139,23 +143,27 @@ class Backward:
             self.fail(self.totals.error)
         return future
 
-    def _ticket(self, buffer: torch.Tensor, of: str) -> tuple[_Ticket, Future]:
-        ticket = _Ticket(buffer, _future(buffer.device))
-        until(ticket.done, "exchange", of)
-        self._tickets.append(ticket)
-        return ticket, ticket.done.then(functools.partial(_buffer_or_raise, ticket))
+    def _ticket(self, buffer: torch.Tensor, of: str, held: bool = False) -> tuple[_Ticket, Future]:
+        if held and self._end is None:
+            self._end = _Promise(buffer.device)
+        promise = self._end if held and self._end is not None else _Promise(buffer.device)
+        with self._lock:  # or `fail` would miss it
+            ticket = _Ticket(buffer, promise, held, self.totals.error)
+            self._tickets.append(ticket)
+        until(promise.future, "exchange", of)
+        return ticket, promise.future.then(functools.partial(_buffer_or_raise, ticket))
 
-    def take(self, buffer: torch.Tensor, named: list[tuple[str, torch.Tensor]], last: bool) -> Future:
+    def take(self, buffer: torch.Tensor, named: Bucket, last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         of = f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
-        ticket, future = self._ticket(buffer, of)
         self.results += named
         if self.alone:
             named = self._keep_own(named)
         plain = self.plain and not self.alone
-        late = [] if plain else [(name, g) for name, g in named if self.ways[name].late]
-        ticket.held = bool(late) or self.check
-        self._late += late
+        late, soon = ([], named) if plain else named.parted(self.ways)
+        if late:
+            self._waiting.append(named)
+        ticket, future = self._ticket(buffer, of, held=bool(late) or self.check)
         self.raw_bytes += buffer.numel() * buffer.itemsize
         ready = None
         if buffer.device.type == "cuda" and (last or len(late) < len(named)):
@@ -164,11 +172,10 @@ class Backward:
             words = self._plain_words(named)
             self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
         else:
-            soon = [(name, g) for name, g in named if not self.ways[name].late]
             for kind, message in self._messages(soon, ready):
                 self._start(ticket, kind, functools.partial(submit, message, self.channel))
             if last:
-                for kind, message in self._messages(sorted(self._late, key=lambda item: item[0]), ready):
+                for kind, message in self._late_messages(ready):
                     self._start(None, kind, functools.partial(submit, message, self.channel))
         if last and self._counts is not None:
             refresh = functools.partial(self.books.refresh, self._counts, self.number, self._limit, self.channel)
@@ -183,9 +190,9 @@ class Backward:
             self.fail(self.totals.error)
         return future
 
-    def _keep_own(self, named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    def _keep_own(self, named: Named) -> Bucket:
         """Gradients of a single rank are their own mean, with what was held back of them before; returns the rest."""
-        left = []
+        left = Bucket()
         for name, gradient in named:
             way = self.ways[name]
             if way.codec.transforms:
@@ -199,13 +206,11 @@ class Backward:
                 self.totals.finite &= all_finite([gradient])
         return left
 
-    def _plain_words(self, named: list[tuple[str, torch.Tensor]]) -> str:
+    def _plain_words(self, named: Named) -> str:
         first, numel = named[0][0], sum(g.numel() for _, g in named)
         return f"plain averaging at step {self.number} of {first!r} and {len(named) - 1} more, {numel} values"
 
-    def _messages(
-        self, named: list[tuple[str, torch.Tensor]], ready: torch.cuda.Event | None
-    ) -> list[tuple[str, Message]]:
+    def _messages(self, named: Named, ready: torch.cuda.Event | None) -> list[tuple[str, Message]]:
         """The gradients in messages of equal codec, route and type, in the order of first appearance."""
         messages: dict[tuple[str, torch.dtype], Message] = {}
         rank, world = self.channel.rank, self.channel.world
@@ -234,8 +239,21 @@ class Backward:
             self.memory.forms[name] = way.form
             message.tensors.append(gradient)
             message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
-        _join_factors(messages)
         return [(kind, message) for (kind, _), message in messages.items()]
+
+    def _late_messages(self, ready: torch.cuda.Event | None) -> Iterator[tuple[str, Message]]:
+        """What waited for the last bucket, in the order of names."""
+        memory, number, scale = self.memory, self.number, self.scale
+        for draft in self.late.drafts(self._waiting, self.ways, self.channel.rank, self.channel.world):
+            memory.forms |= draft.forms
+            for context in draft.contexts:
+                context.step, context.scale = number, scale
+            for context in draft.stateful:
+                context.state = memory.state(context.name, draft.codec.name)
+            tensors, contexts = draft.tensors, draft.contexts
+            message = Message(draft.codec, draft.route, tensors, contexts, memory, scale, self.words, ready)
+            message.prepared, message.enqueued = draft.prepared, self._means_follow
+            yield draft.kind, message
 
     # -- whether all ranks see the same --------------------------------------------------------------------------
 
@@ -272,7 +290,7 @@ class Backward:
         with self._lock:
             ticket.left -= 1
         if ticket.left == 0 and not ticket.held and ticket.error is None:
-            _give(ticket)
+            ticket.give()
 
     def _ended(self, ticket: _Ticket | None, kind: str | None, outcome: Outcome) -> None:
         """A message of that kind is through, or all buckets have come."""
@@ -292,44 +310,54 @@ class Backward:
             if not self.check:
                 self._finish()
         elif ticket is not None and ticket.left == 0 and not ticket.held:
-            _give(ticket)  # after the end of the step, where this is it: DDP goes on at once
+            ticket.give()  # after the end of the step, where this is it: DDP goes on at once
 
     def _checked(self, outcome: Outcome) -> None:
         self.totals.add(outcome)
         self.fail(outcome.error) if outcome.error is not None else self._finish()
 
+    def _means_follow(self) -> None:
+        """All that makes a message's means is on the current stream. If it is the last message, DDP goes on behind it.
+
+        Whether the means are finite is still to be seen: Memory waits for that, and so does the next backward pass.
+        """
+        with self._lock:
+            last = self._open == 1 and self.totals.error is None
+        if last and self.early and not self.check:
+            for ticket in self._tickets:
+                ticket.give()
+
     def _finish(self) -> None:
         self.exposed = time.perf_counter() - self._last_came if self._last_came is not None else 0.0
-        self.memory.commit() if self.totals.finite else self.memory.drop()
-        if self.alone:
-            for kind in {way.kind for way in self.ways.values()}:
-                self.parts.setdefault(kind, Outcome())
-        self.on_end(self)
+        try:
+            self.memory.commit() if self.totals.finite else self.memory.drop()
+            if self.alone:
+                for kind in {way.kind for way in self.ways.values()}:
+                    self.parts.setdefault(kind, Outcome())
+            self.on_end(self)
+        finally:
+            self.over.set()
         if self._elsewhere is not None:
             self._elsewhere.end()
         for ticket in self._tickets:
-            _give(ticket)
+            ticket.give()
 
     def fail(self, error: BaseException) -> None:
         """Every bucket that DDP still waits for raises."""
         with self._lock:
             self.totals.error = self.totals.error or error
+            for ticket in self._tickets:
+                if not ticket.promise.kept:
+                    ticket.error = error
         self._complete.set()
-        self.on_end(self)
+        try:
+            self.on_end(self)
+        finally:
+            self.over.set()
         if self._elsewhere is not None:
             self._elsewhere.end()
         for ticket in list(self._tickets):
-            _give(ticket, error)
-
-
-def _join_factors(messages: dict[tuple[str, torch.dtype], Message]) -> None:
-    """Uncompressed tensors travel with factors of their type, as PowerSGD's paper has it: one message, not two."""
-    hosts = {dtype: message for (_, dtype), message in reversed(messages.items()) if message.route == FACTORS}
-    for kind, dtype in list(messages):
-        if kind == PLAIN and dtype in hosts:
-            guest, host = messages.pop((kind, dtype)), hosts[dtype]
-            host.tensors += guest.tensors
-            host.contexts += guest.contexts
+            ticket.give()
 
 
 def is_alone(channel: Channel) -> bool:
@@ -343,12 +371,6 @@ def shares_book(codec: Codec) -> TypeGuard[GComp]:
 
 def _future(device: torch.device) -> Future:
     return torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
-
-
-def _give(ticket: _Ticket, error: BaseException | None = None) -> None:
-    if not ticket.given:
-        ticket.given, ticket.error = True, error
-        ticket.done.set_result(ticket.buffer)
 
 
 def _buffer_or_raise(ticket: _Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -9,6 +9,7 @@ the checks and the text form. A codec that needs several rounds of communication
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -44,11 +45,30 @@ class Reduced(NamedTuple):
     residual: torch.Tensor | None  # what of this rank's own tensor did not get through; None: nothing was lost
 
 
-class InPlace(NamedTuple):
-    """What `reduce_in_place` leaves beside the means."""
+class Left(NamedTuple):
+    """What a reduction in place leaves beside the means."""
 
     residuals: list[torch.Tensor | None]  # as in Reduced, without the scale
-    finite: Callable[[], bool]  # whether all means are; waits for them
+    finite: bool  # whether all means are
+
+
+class InPlace(ABC):
+    """Replaces the tensors that it was made for by their means over all ranks, as long as they stay where they are."""
+
+    @abstractmethod
+    def reduce(
+        self,
+        contexts: list[Context],
+        before: list[torch.Tensor | None],
+        scale: float,
+        average: Callable[[torch.Tensor], None],
+        enqueued: Callable[[], None],
+    ) -> Left:
+        """As Codec.reduce, where `scale` times what is in `before` is first added to each tensor.
+
+        `enqueued` is called once all that makes the means is on the current stream, maybe still to be done; from then
+        on nothing reads them.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,20 +135,9 @@ class Codec:
         """
         raise Unsupported(f"{self} has one round: use encode and decode")
 
-    def works_in_place(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether `reduce_in_place` takes them; if so, it is to be called instead of `reduce`, on all ranks."""
-        return False
-
-    def reduce_in_place(
-        self,
-        tensors: list[torch.Tensor],
-        contexts: list[Context],
-        average: Callable[[torch.Tensor], None],
-        before: list[torch.Tensor | None],
-        scale: float,
-    ) -> InPlace:
-        """`reduce` where the means replace the tensors. To each, `scale` times what is in `before` is added first."""
-        raise Unsupported(f"{self} does not work in place: use reduce")
+    def in_place(self, tensors: list[torch.Tensor]) -> InPlace | None:
+        """What is to be used instead of `reduce` for these tensors, on all ranks; None: nothing."""
+        return None
 
     # -- what everybody calls -----------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ tested against, and do the rest: other types, half steps, and ranks above 32.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ import torch
 
 from ..engines.cuda import factors, hot
 from ..errors import Unsupported
-from .base import Context, InPlace, Lossy, Reduced, register, wide
+from .base import Context, InPlace, Left, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
 Average = Callable[[torch.Tensor], None]
@@ -96,65 +98,13 @@ class PowerSGD(Lossy):
                 results[i] = _shaped(mean, residual, tensors[i])
         return [results[i] for i in range(len(tensors))]
 
-    def works_in_place(self, tensors: list[torch.Tensor]) -> bool:
+    def in_place(self, tensors: list[torch.Tensor]) -> InPlace | None:
         if self.alternate or self.rank > factors.MOST_RANK or tensors[0].dtype != torch.float32:
-            return False
-        return all(hot.serves(t) for t in tensors if t.dim() > 1)
-
-    def reduce_in_place(
-        self,
-        tensors: list[torch.Tensor],
-        contexts: list[Context],
-        average: Average,
-        before: list[torch.Tensor | None],
-        scale: float,
-    ) -> InPlace:
+            return None
+        if not all(hot.serves(t) for t in tensors if t.dim() > 1):
+            return None
         whole, groups = self._arranged(tuple(t.shape for t in tensors), None)
-        norms, keeps = list[torch.Tensor](), self.error_memory is not None
-        for i in whole if keeps else range(len(tensors)):
-            if (lost := before[i]) is not None:
-                tensors[i].add_(lost, alpha=scale)
-
-        def average_whole() -> None:
-            if not whole:
-                return
-            own = [tensors[i] for i in whole]
-            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in own])
-            average(flat)
-            parts = flat.split_with_sizes([t.numel() for t in own])
-            torch._foreach_copy_(own, [part if t.dim() == 1 else part.view(t.shape) for part, t in zip(parts, own)])
-            norms.append(torch.linalg.vector_norm(flat, math.inf))
-
-        residuals: list[torch.Tensor | None] = [None] * len(tensors)
-        if not groups:
-            average_whole()
-            return InPlace(residuals, lambda: all(math.isfinite(n) for n in norms))
-        places = [i for group in groups for i in group.places]  # factors lie as torch's operations would have them
-        shapes = tuple(factors.Shape(group.rows, group.columns) for group in groups for _ in group.places)
-        operands = [
-            factors.Operand(
-                tensors[i], before[i] if keeps else None, *self._start_of(contexts[i], shape.columns, tensors[i].device)
-            )
-            for i, shape in zip(places, shapes)
-        ]
-        plan = factors.plan(shapes, self.rank, tensors[0].device)
-        found = plan.run(operands, average, keeps, scale, average_whole)
-        rights = found.right.split_with_sizes([shape.columns * self.rank for shape in shapes])
-        for i, shape, factor in zip(places, shapes, rights):
-            contexts[i].state.pop("p", None)
-            contexts[i].state.pop("half", None)
-            contexts[i].state["q"] = factor.view(shape.columns, self.rank)
-        if found.after is not None:
-            parts = found.after.split_with_sizes([tensors[i].numel() for i in places])
-            for i, part in zip(places, parts):
-                residuals[i] = part.view(tensors[i].shape)
-        return InPlace(residuals, lambda: not int(found.flawed) and all(math.isfinite(n) for n in norms))
-
-    def _start_of(self, context: Context, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor to start from, as it is; and what its columns of zeros are replaced by."""
-        fresh = _random(size, self.rank, context.seed, device, torch.float32)
-        last = context.state.get("q")
-        return fresh if last is None else _columns(last, fresh).float().contiguous(), fresh
+        return Fused(self, tensors, whole, groups) if groups else None
 
     @lru_cache(maxsize=64)  # noqa: B019  # codecs are configurations, alike by their values
     def _arranged(
@@ -276,6 +226,89 @@ class _Batch:
         self.contexts = contexts
         self.mean = matrices
         self.residual: torch.Tensor | None = None
+
+
+class Fused(InPlace):
+    """A step by the kernels for matrices, and torch's operations for the rest."""
+
+    def __init__(self, codec: PowerSGD, tensors: list[torch.Tensor], whole: list[int], groups: list[_Group]) -> None:
+        self._rank, self._keeps = codec.rank, codec.error_memory is not None
+        self._places = [i for group in groups for i in group.places]  # factors lie as torch's operations have them
+        self._matrices = [tensors[i] for i in self._places]
+        self._whole_places, self._whole = whole, [tensors[i] for i in whole]
+        shapes = tuple(factors.Shape(group.rows, group.columns) for group in groups for _ in group.places)
+        self._plan = factors.plan(shapes, codec.rank, self._matrices[0].device)
+        self._columns = [shape.columns for shape in shapes]
+        self._addresses = tuple(matrix.data_ptr() for matrix in self._matrices)
+        self._last: list[torch.Tensor] = []  # the factors of the last step, which need no second look
+
+    def reduce(
+        self,
+        contexts: list[Context],
+        before: list[torch.Tensor | None],
+        scale: float,
+        average: Average,
+        enqueued: Callable[[], None],
+    ) -> Left:
+        places, own = self._places, [contexts[i] for i in self._places]
+        for i, tensor in zip(self._whole_places, self._whole):
+            _add(tensor, before[i], scale)
+        lost = [before[i] for i in places]
+        if not self._keeps:
+            for matrix, missing in zip(self._matrices, lost):
+                _add(matrix, missing, scale)
+            lost = [None] * len(lost)
+        starts, fresh = self._starts(own)
+        operands = factors.Operands(
+            self._addresses,
+            tuple(0 if x is None else x.data_ptr() for x in lost),
+            tuple(x.data_ptr() for x in starts),
+            tuple(fresh[columns].data_ptr() for columns in self._columns),
+        )
+        largest = list[torch.Tensor]()  # of all that went as it is
+        meanwhile = functools.partial(self._average_whole, average, largest)
+        found = self._plan.run(operands, self._matrices[0], average, self._keeps, scale, meanwhile)
+        enqueued()
+        finite = not int(found.flawed) and all(math.isfinite(x) for x in largest)  # waits, and leaves Python to others
+        rights = found.right.split_with_sizes([columns * self._rank for columns in self._columns])
+        self._last = [right.view(columns, self._rank) for right, columns in zip(rights, self._columns)]
+        for ctx, factor in zip(own, self._last):
+            ctx.state.pop("p", None)
+            ctx.state.pop("half", None)
+            ctx.state["q"] = factor
+        residuals: list[torch.Tensor | None] = [None] * len(contexts)
+        if found.after is not None:
+            parts = found.after.split_with_sizes([matrix.numel() for matrix in self._matrices])
+            for i, part, matrix in zip(places, parts, self._matrices):
+                residuals[i] = part.view(matrix.shape)
+        return Left(residuals, finite)
+
+    def _starts(self, contexts: list[Context]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        """The factors to start from, as they are; and what replaces columns of zeros, by the number of rows."""
+        like, seed = self._matrices[0], contexts[0].seed
+        fresh = {n: _random(n, self._rank, seed, like.device, like.dtype) for n in set(self._columns)}
+        last = [ctx.state.get("q") for ctx in contexts]
+        if self._last and all(map(operator.is_, last, self._last)):
+            return self._last, fresh
+        starts = [
+            fresh[n] if q is None else _columns(q, fresh[n]).to(like.dtype).contiguous()
+            for q, n in zip(last, self._columns)
+        ]
+        return starts, fresh
+
+    def _average_whole(self, average: Average, largest: list[torch.Tensor]) -> None:
+        if self._whole:
+            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in self._whole])
+            average(flat)
+            parts = flat.split_with_sizes([t.numel() for t in self._whole])
+            means = [part if t.dim() == 1 else part.view(t.shape) for part, t in zip(parts, self._whole)]
+            torch._foreach_copy_(self._whole, means)
+            largest.append(torch.linalg.vector_norm(flat, math.inf))
+
+
+def _add(x: torch.Tensor, lost: torch.Tensor | None, scale: float) -> None:
+    if lost is not None:
+        x.add_(lost, alpha=scale)
 
 
 def _shaped(mean: torch.Tensor, residual: torch.Tensor | None, like: torch.Tensor) -> Reduced:

@@ -51,19 +51,32 @@ class Message:
     ready: torch.cuda.Event | None = None  # when the gradients are there
     counts: torch.Tensor | None = None  # where the exponents of the gradients are counted, for the next shared book
     must_be_lossless: Callable[[], bool] | None = None  # asked before the first encode in near or paper mode; may wait
+    prepared: Prepared | None = None  # what the messages of these gradients have in common in all steps
+    enqueued: Callable[[], None] | None = None  # told when the means are on the current stream, maybe still to be done
 
     def describe(self) -> str:
         """What all ranks must agree on."""
-        first = self.contexts[0]
-        digest = _digest(tuple(ctx.name for ctx in self.contexts), tuple(t.shape for t in self.tensors), self.dtype)
+        if self.prepared is None:
+            self.prepared = Prepared(self.codec, [ctx.name for ctx in self.contexts], self.tensors)
+        first, words = self.contexts[0], self.prepared.words
         return (
             f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(self.tensors) - 1} more "
-            f"(layout {digest}; {self.policy})"
+            f"({words}; {self.policy})"
         )
 
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
+
+
+class Prepared:
+    """What is found out once about gradients that travel together by a codec, and stay where they are."""
+
+    def __init__(self, codec: Codec, names: list[str], tensors: list[torch.Tensor]) -> None:
+        self.in_place = codec.in_place(tensors) if codec.rounds > 1 else None
+        self.words = f"layout {_digest(tuple(names), tuple(t.shape for t in tensors), tensors[0].dtype)}"
+        if self.in_place is not None:
+            self.words += " in place"  # another order of sums: all ranks, or none
 
 
 @lru_cache(maxsize=4096)  # the messages of a step are cut alike in the next
@@ -219,6 +232,10 @@ def _nothing() -> Steps:
     yield from ()
 
 
+def _nobody() -> None:
+    """Nobody has to be told."""
+
+
 _Way = Callable[[Message, Channel, Job, Outcome], Steps]
 
 
@@ -300,8 +317,7 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     """The codec calls for averages and waits for them; other messages go on in other stages."""
     _wait_for(message.ready)
     names = [ctx.name for ctx in message.contexts]
-    inputs = message.memory.compensated_all(names, message.tensors, message.scale)
-
+    fused = message.prepared.in_place if message.prepared is not None else None
     sums = list[torch.Tensor]()
 
     def average(flat: torch.Tensor) -> None:
@@ -317,8 +333,16 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
             received = channel.pipeline.exchange(job, wanted)
         job.first_exchange += 4
         outcome.collectives += 1
-        sums.append(torch.linalg.vector_norm(flat, 1, dtype=torch.float64))
+        if fused is None:
+            sums.append(torch.linalg.vector_norm(flat, 1, dtype=torch.float64))
 
+    if fused is not None:
+        before = message.memory.to_add(names, message.tensors, message.scale)
+        left = fused.reduce(message.contexts, before, message.scale, average, message.enqueued or _nobody)
+        message.memory.lost_all(names, left.residuals)
+        outcome.finite = left.finite
+        return
+    inputs = message.memory.compensated_all(names, message.tensors, message.scale)
     results = message.codec.reduce(inputs, message.contexts, average)
     message.memory.lost_all(names, [result.residual for result in results], message.scale)
     torch._foreach_copy_(message.tensors, [result.mean for result in results])

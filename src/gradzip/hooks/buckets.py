@@ -15,8 +15,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from .. import collectives
-
-Named = list[tuple[str, torch.Tensor]]
+from ..gradients import Bucket, Named
 
 
 class _Seen(NamedTuple):
@@ -25,7 +24,7 @@ class _Seen(NamedTuple):
     address: int
     dtype: torch.dtype
     parameters: list[torch.Tensor]
-    named: Named | None
+    named: Bucket | None
 
 
 class Buckets:
@@ -33,8 +32,8 @@ class Buckets:
         self._names = names
         self._seen: dict[int, _Seen] = {}
 
-    def named(self, bucket: GradBucket, buffer: torch.Tensor) -> Named:
-        """The gradients of a bucket; the list is not to be changed."""
+    def named(self, bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
+        """The gradients of a bucket."""
         number, parameters = bucket.index(), bucket.parameters()
         seen = self._seen.get(number)
         again = (
@@ -46,7 +45,7 @@ class Buckets:
         )
         if again and seen is not None and seen.named is not None:
             return seen.named
-        named = self._views(parameters, bucket.gradients())
+        named = Bucket(self._views(parameters, bucket.gradients()), again)
         self._seen[number] = _Seen(buffer.data_ptr(), buffer.dtype, parameters, named if again else None)
         return named
 

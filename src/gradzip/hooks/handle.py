@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
-from ..backward import PLAIN, Backward, Future, Way, is_alone
+from ..backward import Backward, Future, is_alone
 from ..codecs import Codec
 from ..collectives import transports
 from ..collectives.coder import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
+from ..gradients import PLAIN, Late, Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
@@ -73,6 +74,7 @@ class Handle:
         self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
+        self._learns = isinstance(policy, Adaptive)
         group = model.process_group
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = (
@@ -89,6 +91,8 @@ class Handle:
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._backward: Backward | None = None
+        self._before: threading.Event | None = None  # the end of the last pass, where DDP may not have waited for it
+        self._late = Late()
         self._scheme = _Scheme({})
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
@@ -115,6 +119,7 @@ class Handle:
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
+        self._learns = isinstance(chosen, Adaptive)
 
     def trace(self, path: str | Path, steps: int = 2) -> None:
         """Writes what happens in the next steps to a file for ui.perfetto.dev, beside what the plan predicts if there
@@ -313,6 +318,8 @@ class Handle:
     # -- on the thread of backward ------------------------------------------------------------------------------
 
     def _begin(self) -> Backward:
+        if self._before is not None:
+            self._before.wait()  # a formality: DDP has had its buckets for a while
         self._memory.drop()  # what a backward that was broken off has left
         self._log()
         self._say()
@@ -326,7 +333,7 @@ class Handle:
             self._scheme = _Scheme(ways)
         plain = self._scheme.plain and not self._memory.residuals
         check = os.environ.get(CHECK, "") not in ("", "0")
-        learns = isinstance(self._policy, Adaptive)
+        learns = self._learns
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
         begun = Backward(
             self._steps,
@@ -342,6 +349,8 @@ class Handle:
             rates,
             learns,
             self._group if self._agreed is self._scheme else None,
+            late=self._late,
+            early=not (learns or self._scheme.graded or self._scheme.plain),
         )
         begun.compare(self._has_joined(), self._warn)
         if self._premises is not None:
@@ -388,6 +397,7 @@ class Handle:
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
+                self._before = self._backward.over if self._backward.early else None
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
@@ -415,7 +425,7 @@ class Handle:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
                 self._premises.sample(parameters, graded, ended.scale)
-            if isinstance(self._policy, Adaptive) and ended.learns:
+            if ended.learns and isinstance(self._policy, Adaptive):
                 self._teach(self._policy, ended)
 
     def _compare(self, ended: Backward) -> None:

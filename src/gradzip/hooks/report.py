@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..backward import Way
 from ..codecs.lowrank import PowerSGD
+from ..gradients import Way
 
 EVERY = 500  # steps
 

@@ -12,13 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import sensitivity
-from ..backward import Way
 from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
 from ..collectives import Topology, flatten, route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
 from ..feedback import clean_name
+from ..gradients import Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import PLAIN, Fixed, Policy, Rules, small

@@ -20,9 +20,12 @@ from .launch import Launcher
 
 MOST_RANK = 32
 _TILE_COLUMNS, _LEFT_ROWS, _GRAM_ROWS, _TOTAL_VALUES = 256, 128, 512, 64  # as in lowrank.cuh
-_CHUNK, _LONG_CHUNK, _LONG = 128, 256, 4096  # rows in a sum of a right factor; the second for more than _LONG rows
-# Columns that a thread has of a tile, by rank: with so many numbers as registers can hold.
-_RIGHT_COLUMNS, _MEAN_COLUMNS = {4: 4, 8: 4, 16: 4, 32: 2}, {4: 4, 8: 4, 16: 2, 32: 1}
+_START_THREADS = 1024
+# Rows in a sum of a right factor, by rank; the second for matrices of more than _LONG rows.
+_CHUNKS, _LONG = {4: (256, 512), 8: (256, 512), 16: (512, 1024), 32: (512, 1024)}, 4096
+# Columns of a tile that a thread has, and into how many parts the rank is cut, by rank: what registers can hold.
+_RIGHT_SHARES = {4: (4, 1), 8: (4, 1), 16: (4, 1), 32: (4, 2)}
+_MEAN_SHARES = {4: (4, 1), 8: (4, 1), 16: (2, 1), 32: (2, 2)}
 _LEAST = 2  # groups of 256 threads per multiprocessor that registers must suffice for
 _MOST_TABLES = 16  # that are kept: memory comes back at the same few addresses
 
@@ -37,13 +40,13 @@ class Shape(NamedTuple):
     columns: int
 
 
-class Operand(NamedTuple):
-    """A matrix in a step; all of it float32 and contiguous."""
+class Operands(NamedTuple):
+    """Where the matrices of a step are, each of them; all of it float32 and contiguous."""
 
-    gradient: torch.Tensor  # will be the mean
-    before: torch.Tensor | None  # what was lost of it before
-    start: torch.Tensor  # the last right factor
-    fresh: torch.Tensor  # the same for columns of zeros
+    gradients: tuple[int, ...]  # will be the means
+    before: tuple[int, ...]  # what was lost of them before; 0: nothing
+    starts: tuple[int, ...]  # the last right factors
+    fresh: tuple[int, ...]  # the same for columns of zeros
 
 
 class Result(NamedTuple):
@@ -76,7 +79,7 @@ class Plan:
     def __init__(self, shapes: tuple[Shape, ...], rank: int, device: torch.device) -> None:
         self._shapes, self._rank, self._device = shapes, rank, device
         self._padded = next(size for size in (4, 8, 16, 32) if rank <= size)
-        self._chunks = [_LONG_CHUNK if shape.rows > _LONG else _CHUNK for shape in shapes]
+        self._chunks = [_CHUNKS[self._padded][shape.rows > _LONG] for shape in shapes]
         self._first_grams: list[int] = []
         self._offsets: list[tuple[int, int, int]] = []  # of left factor, right factor and sums
         left = right = parts = grams = self._values = 0
@@ -102,22 +105,23 @@ class Plan:
 
     def _listed(self) -> list[_Kernel]:
         r, count = self._padded, len(self._shapes)
-        right, mean = _RIGHT_COLUMNS[r], _MEAN_COLUMNS[r]
+        (right, right_parts), (mean, mean_parts) = _RIGHT_SHARES[r], _MEAN_SHARES[r]
+        right_threads, mean_threads = _TILE_COLUMNS // right * right_parts, _TILE_COLUMNS // mean * mean_parts
         lefts = self._tiles([(_LEFT_ROWS, shape.columns) for shape in self._shapes])
         grams = self._tiles([(_GRAM_ROWS, shape.columns) for shape in self._shapes], by_size=False)
         cut = self._tiles([(chunk, _TILE_COLUMNS) for chunk in self._chunks])
         totals = self._tiles([(shape.rows, _TOTAL_VALUES) for shape in self._shapes], self._rank)
         return [
-            _Kernel(f"lowrank_starts<{r}>", None, count, 256),
+            _Kernel(f"lowrank_starts<{r}>", None, count, _START_THREADS),
             _Kernel(f"lowrank_left<{r}>", lefts, len(lefts), 256),
             _Kernel(f"lowrank_gram<{r}, 0>", grams, len(grams), 256),
             _Kernel(f"lowrank_solve<{r}>", None, count, 256),
             _Kernel(f"lowrank_gram<{r}, 1>", grams, len(grams), 256),
             _Kernel(f"lowrank_solve<{r}>", None, count, 256, turn=1),
             _Kernel(f"lowrank_basis<{r}>", grams, len(grams), 256),
-            _Kernel(f"lowrank_right<{r}, {right}>", cut, len(cut), _TILE_COLUMNS // right),
+            _Kernel(f"lowrank_right<{r}, {right}, {right_parts}>", cut, len(cut), right_threads),
             _Kernel("lowrank_total", totals, len(totals), 256),
-            _Kernel(f"lowrank_mean<{r}, {mean}>", cut, len(cut), _TILE_COLUMNS // mean),
+            _Kernel(f"lowrank_mean<{r}, {mean}, {mean_parts}>", cut, len(cut), mean_threads),
         ]
 
     def _tiles(self, sizes: Sequence[tuple[int, int]], columns_times: int = 1, by_size: bool = True) -> torch.Tensor:
@@ -134,14 +138,18 @@ class Plan:
 
     def run(
         self,
-        operands: Sequence[Operand],
+        operands: Operands,
+        like: torch.Tensor,
         average: Callable[[torch.Tensor], None],
         keeps: bool,
         scale: float,
         meanwhile: Callable[[], None],
     ) -> Result:
-        """One step; `keeps`: what is lost is wanted. `meanwhile` is called once the first products are under way."""
-        new = operands[0].gradient.new_empty
+        """One step; `keeps`: what is lost is wanted. `meanwhile` is called while the GPU has something to do.
+
+        New memory is like `like`. When this returns, the means are on the current stream.
+        """
+        new = like.new_empty
         scratch, right = new(self._scratch), new(self._right)
         after = new(self._values) if keeps else None
         own = new(self._right) if keeps else None
@@ -153,7 +161,7 @@ class Plan:
         head = _ARGS.pack(
             table.data_ptr(), 0, base + 4 * starts, base + 4 * left, base + 4 * basis, base + 4 * parts,
             0 if own is None else own.data_ptr(), right.data_ptr(), base + 4 * grams, base + 4 * changes,
-            base + 4 * flawed, len(operands), scale, self._rank, 0, 0,
+            base + 4 * flawed, len(self._shapes), scale, self._rank, 0, 0,
         )  # fmt: skip
         who = threading.get_ident(), stream
         bound = self._bound.get(who)
@@ -161,33 +169,29 @@ class Plan:
             bound = self._bound[who] = _Bound(self._kernels, on, stream)
         bound.prepare(head)
         bound.launch(0, 2)
-        meanwhile()
         average(scratch[left : left + self._left])
         bound.launch(2, 9)
+        meanwhile()
         average(right)
         bound.launch(9, 10)
         return Result(right, after, scratch[flawed : flawed + 1].view(torch.int32))
 
-    def _table(self, operands: Sequence[Operand], after: torch.Tensor | None, stream: int) -> torch.Tensor:
+    def _table(self, operands: Operands, after: torch.Tensor | None, stream: int) -> torch.Tensor:
         room = 0 if after is None else after.data_ptr()
-        addresses = tuple(
-            (gradient.data_ptr(), 0 if before is None else before.data_ptr(), start.data_ptr(), fresh.data_ptr())
-            for gradient, before, start, fresh in operands
-        )
-        key = stream, room, addresses
+        key = stream, room, operands
         known = self._tables.get(key)
         if known is None:
             if len(self._tables) >= _MOST_TABLES:
                 self._tables.clear()
-            packed = self._packed(addresses, room)
+            packed = self._packed(operands, room)
             known = torch.frombuffer(packed, dtype=torch.uint8).to(self._device, non_blocking=True, copy=True)
             self._tables[key] = known
         return known
 
-    def _packed(self, addresses: Sequence[tuple[int, int, int, int]], room: int) -> bytearray:
+    def _packed(self, operands: Operands, room: int) -> bytearray:
         """The table of matrices; `room` is for what is lost of them, one after the other."""
         packed, at = bytearray(), 0
-        for number, ((gradient, before, start, fresh), (rows, columns)) in enumerate(zip(addresses, self._shapes)):
+        for number, ((gradient, before, start, fresh), (rows, columns)) in enumerate(zip(zip(*operands), self._shapes)):
             after = room + 4 * at if room else 0
             at += rows * columns
             packed += _MATRIX.pack(

@@ -42,6 +42,7 @@ struct LowRank {
 constexpr double kShift = 1e-12;   // as in codecs/lowrank.py
 constexpr double kLost = 1e-3;
 constexpr int kTileColumns = 256;  // of `right` and `mean`
+constexpr int kStartThreads = 1024;
 constexpr int kLeftRows = 128, kLeftDepth = 32;
 constexpr int kGramRows = 512;     // of `gram` and `basis`, so many at a time:
 template <int R>
@@ -65,7 +66,10 @@ template <int V>
 DEVICE void load_values(float* v, const float* row, int at, int columns, bool aligned) {
     if (V == 4 && aligned) {
         float4 four = at < columns ? *(const float4*)(row + at) : make_float4(0, 0, 0, 0);
-        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[V - 1] = four.w;
+        v[0] = four.x, v[1] = four.y, v[V - 2] = four.z, v[V - 1] = four.w;
+    } else if (V == 2 && aligned) {
+        float2 two = at < columns ? *(const float2*)(row + at) : make_float2(0, 0);
+        v[0] = two.x, v[V - 1] = two.y;
     } else {
 #pragma unroll
         for (int k = 0; k < V; k++) v[k] = at + k < columns ? row[at + k] : 0.0f;
@@ -74,7 +78,9 @@ DEVICE void load_values(float* v, const float* row, int at, int columns, bool al
 template <int V>
 DEVICE void store_values(float* row, const float* v, int at, int columns, bool aligned) {
     if (V == 4 && aligned) {
-        if (at < columns) *(float4*)(row + at) = make_float4(v[0], v[1], v[2], v[V - 1]);
+        if (at < columns) *(float4*)(row + at) = make_float4(v[0], v[1], v[V - 2], v[V - 1]);
+    } else if (V == 2 && aligned) {
+        if (at < columns) *(float2*)(row + at) = make_float2(v[0], v[V - 1]);
     } else {
 #pragma unroll
         for (int k = 0; k < V; k++)
@@ -85,7 +91,7 @@ DEVICE void store_values(float* row, const float* v, int at, int columns, bool a
 // The factors to start from: columns scaled to length 1. A group of threads for each matrix.
 template <int R>
 DEVICE void lowrank_starts(const Args& args) {
-    constexpr int kGroups = 256 / R;
+    constexpr int kGroups = kStartThreads / R;
     __shared__ double squares[kGroups][R];
     __shared__ float lengths[R];
     const LowRank& a = lowrank_args(args);
@@ -95,6 +101,7 @@ DEVICE void lowrank_starts(const Args& args) {
     int j = (int)threadIdx.x % R, group = (int)threadIdx.x / R, rank = a.rank;
     double square = 0;
     if (j < rank)
+#pragma unroll 8
         for (int c = group; c < m.columns; c += kGroups) {
             double v = start[(u64)c * rank + j];
             square = fma(v, v, square);
@@ -109,6 +116,7 @@ DEVICE void lowrank_starts(const Args& args) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *pointer<u32>(a.flawed) = 0;
     __syncthreads();
     if (j < rank)
+#pragma unroll 4
         for (int c = group; c < m.columns; c += kGroups) {
             u64 i = (u64)c * rank + j;
             to[i] = lengths[j] == 0 ? fresh[i] : start[i] / lengths[j];
@@ -230,13 +238,17 @@ struct Rows {
             rooms[0][i / R][j] = v;
         }
         __syncthreads();
+        constexpr int kOwn = kGramStep<R> * R / 256, kApart = 256 / R;  // rows of a thread, which has one column
+        int j = (int)threadIdx.x % R, own = (int)threadIdx.x / R;
         for (int turn = 0; turn < Turns; turn++) {
-            for (int i = (int)threadIdx.x; i < kGramStep<R> * R; i += 256) {
-                int row = i / R, j = i % R;
-                double sum = 0;
-                for (int k = 0; k <= j; k++) sum = fma(rooms[turn % 2][row][k], changes[turn][k][j], sum);
-                rooms[1 - turn % 2][row][j] = sum;
+            double sums[kOwn] = {};
+#pragma unroll
+            for (int k = 0; k < R; k++) {
+                double change = changes[turn][k][j];
+#pragma unroll
+                for (int i = 0; i < kOwn; i++) sums[i] = fma(rooms[turn % 2][own + kApart * i][k], change, sums[i]);
             }
+            for (int i = 0; i < kOwn; i++) rooms[1 - turn % 2][own + kApart * i][j] = sums[i];
             __syncthreads();
         }
         return {rooms[Turns % 2]};
@@ -366,20 +378,33 @@ DEVICE void share_rows(float (*shared)[R], const float* factor, int first, int e
     __syncthreads();
 }
 
-// M^T P over a chunk of rows and kTileColumns columns, V of which a thread has.
-template <int R, int V>
+// How the threads of a group share a tile of kTileColumns columns: each has V columns and, of the rank, one of S parts.
+// Where there are two parts, the halves of a warp have the same columns.
+template <int V, int S>
+struct Share {
+    static constexpr int kThreads = kTileColumns / V * S;
+    int part, column;
+    DEVICE Share of(const Tile& t) {
+        int tid = (int)threadIdx.x, group = S == 1 ? tid : tid / 32 * 16 + tid % 16;
+        return {S == 1 ? 0 : tid / 16 % 2, t.column + group * V};
+    }
+};
+
+// M^T P over a chunk of rows.
+template <int R, int V, int S>
 DEVICE void lowrank_right(const Args& args) {
-    constexpr int kThreads = kTileColumns / V, kStep = 32, kAtOnce = 4;
+    constexpr int kThreads = Share<V, S>::kThreads, kStep = 32, kAtOnce = 4, kOwn = R / S;
     __shared__ __align__(16) float shared[kStep][R];
     const LowRank& a = lowrank_args(args);
     Tile t = tile_of(a);
     const Matrix& m = t.m;
+    Share<V, S> share = Share<V, S>::of(t);
     const float* values = pointer<const float>(m.after ? m.after : m.gradient);
     const float* factor = pointer<const float>(a.basis) + m.left;
-    int columns = m.columns, rank = a.rank, at = t.column + (int)threadIdx.x * V;
+    int columns = m.columns, rank = a.rank, at = share.column, skip = share.part * kOwn;
     int end = t.row + m.chunk < m.rows ? t.row + m.chunk : m.rows;
     bool aligned = m.aligned != 0;
-    float sums[V][R] = {};
+    float sums[V][kOwn] = {};
     for (int first = t.row; first < end; first += kStep) {
         share_rows<R, kThreads, kStep>(shared, factor, first, end, rank);
         for (int row = 0; row < kStep; row += kAtOnce) {
@@ -390,8 +415,8 @@ DEVICE void lowrank_right(const Args& args) {
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++)
 #pragma unroll
-                for (int j = 0; j < R; j += 4) {
-                    float4 f = *(const float4*)&shared[row + i][j];
+                for (int j = 0; j < kOwn; j += 4) {
+                    float4 f = *(const float4*)&shared[row + i][skip + j];
 #pragma unroll
                     for (int k = 0; k < V; k++) {
                         sums[k][j] = fmaf(x[i][k], f.x, sums[k][j]);
@@ -406,8 +431,8 @@ DEVICE void lowrank_right(const Args& args) {
 #pragma unroll
     for (int k = 0; k < V; k++)
 #pragma unroll
-        for (int j = 0; j < R; j++)
-            if (at + k < columns && j < rank) to[(u64)(at + k) * rank + j] = sums[k][j];
+        for (int j = 0; j < kOwn; j++)
+            if (at + k < columns && skip + j < rank) to[(u64)(at + k) * rank + skip + j] = sums[k][j];
 }
 
 // The sums over all chunks: a tile is 64 values of a factor, counted as columns.
@@ -433,11 +458,11 @@ DEVICE void lowrank_total(const Args& args) {
 
 // --- Means, and what is lost -----------------------------------------------------------------------------------------
 
-template <int R>
+template <int N>
 DEVICE float dot(const float* shared, const float* q) {
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < R; j += 4) {
+    for (int j = 0; j < N; j += 4) {
         float4 f = *(const float4*)(shared + j);
         sum = fmaf(f.x, q[j], sum);
         sum = fmaf(f.y, q[j + 1], sum);
@@ -447,27 +472,32 @@ DEVICE float dot(const float* shared, const float* q) {
     return sum;
 }
 
-// P Q^T into the gradient, of the averaged Q; M - P Q^T, of this rank's own Q, is what it lost. Tiles as in lowrank_right.
-template <int R, int V>
+// What the other half of the warp has.
+DEVICE float from_other_half(float v) { return __uint_as_float(__shfl_xor_sync(kAll, __float_as_uint(v), 16)); }
+
+// P Q^T into the gradient, of the averaged Q; M - P Q^T, of this rank's own Q, is what it lost. Tiles are those of
+// lowrank_right. Of two halves, the first writes means and the second what is lost.
+template <int R, int V, int S>
 DEVICE void lowrank_mean(const Args& args) {
-    constexpr int kThreads = kTileColumns / V, kStep = 32, kAtOnce = 4;
+    constexpr int kThreads = Share<V, S>::kThreads, kStep = 32, kAtOnce = 4, kOwn = R / S;
     __shared__ __align__(16) float shared[kStep][R];
     const LowRank& a = lowrank_args(args);
     Tile t = tile_of(a);
     const Matrix& m = t.m;
+    Share<V, S> share = Share<V, S>::of(t);
     const float* factor = pointer<const float>(a.basis) + m.left;
     float *mean = pointer<float>(m.gradient), *after = pointer<float>(m.after);
-    int columns = m.columns, rank = a.rank, at = t.column + (int)threadIdx.x * V;
+    int columns = m.columns, rank = a.rank, at = share.column, skip = share.part * kOwn;
     int end = t.row + m.chunk < m.rows ? t.row + m.chunk : m.rows;
-    bool aligned = m.aligned != 0, flawed = false;
-    float right[V][R], own[V][R];
+    bool aligned = m.aligned != 0, flawed = false, first_half = share.part == 0, second_half = share.part == S - 1;
+    float right[V][kOwn], own[V][kOwn];
     const float *all_right = pointer<const float>(a.right) + m.right, *all_own = pointer<const float>(a.own) + m.right;
 #pragma unroll
     for (int k = 0; k < V; k++)
 #pragma unroll
-        for (int j = 0; j < R; j++) {
-            bool inside = at + k < columns && j < rank;
-            u64 from = (u64)(at + k) * rank + j;
+        for (int j = 0; j < kOwn; j++) {
+            bool inside = at + k < columns && skip + j < rank;
+            u64 from = (u64)(at + k) * rank + skip + j;
             right[k][j] = inside ? all_right[from] : 0.0f;
             own[k][j] = inside && after ? all_own[from] : 0.0f;
         }
@@ -475,7 +505,7 @@ DEVICE void lowrank_mean(const Args& args) {
         share_rows<R, kThreads, kStep>(shared, factor, first, end, rank);
         for (int row = 0; row < kStep && first + row < end; row += kAtOnce) {
             float x[kAtOnce][V];
-            if (after) {
+            if (after && second_half) {
 #pragma unroll
                 for (int i = 0; i < kAtOnce; i++)
                     load_values<V>(x[i], after + (u64)(first + row + i) * columns, at, first + row + i < end ? columns : 0, aligned);
@@ -484,20 +514,30 @@ DEVICE void lowrank_mean(const Args& args) {
             for (int i = 0; i < kAtOnce; i++) {
                 int stop = first + row + i < end ? columns : 0;
                 u64 from = (u64)(first + row + i) * columns;
-                float y[V];
+                float y[V], z[V];
 #pragma unroll
                 for (int k = 0; k < V; k++) {
-                    y[k] = dot<R>(shared[row + i], right[k]);
-                    flawed |= !is_finite(y[k]);
+                    y[k] = dot<kOwn>(&shared[row + i][skip], right[k]);
+                    z[k] = after ? dot<kOwn>(&shared[row + i][skip], own[k]) : 0.0f;
+                    if (S == 2) {
+                        float other = from_other_half(first_half ? z[k] : y[k]);
+                        y[k] += other;  // of use in the first half...
+                        z[k] += other;  // ...and in the second
+                    }
                 }
-                store_values<V>(mean + from, y, at, stop, aligned);
-                if (!after) continue;
+                if (first_half) {
 #pragma unroll
-                for (int k = 0; k < V; k++) {
-                    y[k] = __fsub_rn(x[i][k], dot<R>(shared[row + i], own[k]));
-                    if (a.scale != 1) y[k] = y[k] / a.scale;
+                    for (int k = 0; k < V; k++) flawed |= !is_finite(y[k]);
+                    store_values<V>(mean + from, y, at, stop, aligned);
                 }
-                store_values<V>(after + from, y, at, stop, aligned);
+                if (after && second_half) {
+#pragma unroll
+                    for (int k = 0; k < V; k++) {
+                        z[k] = __fsub_rn(x[i][k], z[k]);
+                        if (a.scale != 1) z[k] = z[k] / a.scale;
+                    }
+                    store_values<V>(after + from, z, at, stop, aligned);
+                }
             }
         }
     }

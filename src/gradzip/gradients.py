@@ -1,0 +1,120 @@
+"""What each gradient goes through, and the messages of those that wait for the last bucket.
+
+DDP hands out the same buckets in every step, so that most of a message is the same as in the step before: it is put
+together once, and each step fills in what has changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .codecs import Codec, Context
+from .collectives.message import FACTORS, Prepared
+from .engines.layout import Floor
+
+PLAIN = "identity/allreduce"
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one parameter's gradient goes through in a step."""
+
+    codec: Codec
+    route: str
+    late: bool  # waits for the last bucket
+    floor: Floor | torch.Tensor | None
+    kind: str = field(init=False, compare=False)  # codec and route, in words
+    form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
+        object.__setattr__(self, "form", self.codec.error_memory)
+
+
+class Bucket(Named):
+    """The gradients of a bucket, by name; not to be changed."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]] = (), comes_again: bool = False) -> None:
+        """`comes_again`: this object, for as long as DDP leaves its bucket where it is."""
+        super().__init__(named)
+        self.comes_again = comes_again
+        self._ways: Mapping[str, Way] | None = None
+        self._parted: tuple[Named, Named] = [], []
+
+    def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named]:
+        """What waits for the last bucket, and what does not."""
+        if self._ways is not ways:
+            late = [(name, g) for name, g in self if ways[name].late]
+            self._parted = late, [(name, g) for name, g in self if not ways[name].late]
+            self._ways = ways
+        return self._parted
+
+
+@dataclass(eq=False)
+class Draft:
+    """A message of gradients that waited, without what changes from step to step."""
+
+    kind: str
+    codec: Codec
+    route: str
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
+    stateful: list[Context] = field(default_factory=list)  # those of them whose codec keeps something
+    forms: dict[str, str | None] = field(default_factory=dict)  # by name
+    prepared: Prepared | None = None
+
+
+class Late:
+    """The drafts of a step; the same as before if its buckets and ways are."""
+
+    def __init__(self) -> None:
+        self._buckets: Sequence[Bucket] = []
+        self._ways: Mapping[str, Way] | None = None
+        self._drafts: list[Draft] = []
+
+    def drafts(self, buckets: Sequence[Bucket], ways: Mapping[str, Way], rank: int, world: int) -> list[Draft]:
+        same = ways is self._ways and len(buckets) == len(self._buckets)
+        if same and all(map(operator.is_, buckets, self._buckets)):
+            return self._drafts
+        drafts = _drafted(sorted((item for b in buckets for item in b.parted(ways)[0]), key=_name), ways, rank, world)
+        self._buckets, self._ways, self._drafts = [], None, []
+        if all(bucket.comes_again for bucket in buckets):  # others would stay in memory with their drafts
+            self._buckets, self._ways, self._drafts = buckets, ways, drafts
+        return drafts
+
+
+def _name(item: tuple[str, torch.Tensor]) -> str:
+    return item[0]
+
+
+def _drafted(named: Named, ways: Mapping[str, Way], rank: int, world: int) -> list[Draft]:
+    """Gradients of equal codec, route and type together, in the order of first appearance.
+
+    Uncompressed ones travel with factors of their type, as PowerSGD's paper has it: one message, not two.
+    """
+    drafts: dict[tuple[str, torch.dtype], Draft] = {}
+    for name, gradient in named:
+        way, key = ways[name], (ways[name].kind, gradient.dtype)
+        if key not in drafts:
+            drafts[key] = Draft(way.kind, way.codec, way.route)
+        draft, context = drafts[key], Context(name, 0, 0, rank, world)
+        draft.tensors.append(gradient)
+        draft.contexts.append(context)
+        draft.forms[name] = way.form
+        if way.kind != PLAIN:
+            draft.stateful.append(context)
+    hosts = {dtype: draft for (_, dtype), draft in reversed(drafts.items()) if draft.route == FACTORS}
+    for kind, dtype in list(drafts):
+        if kind == PLAIN and dtype in hosts:
+            guest, host = drafts.pop((kind, dtype)), hosts[dtype]
+            host.tensors += guest.tensors
+            host.contexts += guest.contexts
+            host.forms |= guest.forms
+    for draft in drafts.values():
+        draft.prepared = Prepared(draft.codec, [ctx.name for ctx in draft.contexts], draft.tensors)
+    return list(drafts.values())
