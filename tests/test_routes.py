@@ -110,14 +110,20 @@ def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Memb
     """What a rank ends with; this thread waits at every exchange."""
     coder = Bytes(values)
     members = {name: ranks for name, (_, ranks) in groups.items()}
-    steps = Executor(route, (Piece(0, 0, values.numel()),), coder, members, HOSTS * LOCAL).steps()
+    layout = (Piece(0, 0, values.numel()),)
+    steps = Executor(route, layout, coder, members, HOSTS * LOCAL).steps()
+    expected = Executor(route, layout, coder, members, HOSTS * LOCAL).expected()
     received = None
     while True:
         try:
             wanted = steps.send(received)
         except StopIteration:
+            assert next(expected, None) is None, "what was expected did not come"
             return coder.result
         assert isinstance(wanted, Exchange)
+        foreseen = next(expected, None)
+        if foreseen is not None:
+            assert (foreseen.where, foreseen.most, foreseen.number) == (wanted.where, wanted.most, wanted.number)
         member, ranks = groups[wanted.where]
         received = member.exchange(wanted.send)
         for number, (part, most) in enumerate(zip(received, wanted.most or [1 << 20] * len(received))):
@@ -244,6 +250,14 @@ def test_what_crosses_an_exchange_stays_until_the_job_has_ended(name: str) -> No
     assert all(ref() is not None for ref in made)
     crossing.clear()
     assert not any(ref() is not None for ref in made)
+
+
+@pytest.mark.parametrize(("name", "count"), [("alltoall", 2), ("ring", 0), ("gather", 0), ("allreduce", 0)])
+def test_exchanges_are_foreseen(name: str, count: int) -> None:
+    """As many as buffers may wait for early; that they are the right ones is seen above, for all routes."""
+    members = {"flat": Members(0, (0, 1, 2, 3))}
+    expected = list(Executor(NAMED[name], (Piece(0, 0, 41),), Bytes(torch.zeros(41)), members, 4).expected())
+    assert len(expected) == count
 
 
 @pytest.mark.parametrize(

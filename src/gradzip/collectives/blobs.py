@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PeerError
-from .together import ENTRY
+from .together import ENTRY, Bodies
 
 _NUMBER = struct.Struct("<q")
 HEAD_ROOM = 40  # the table of a single blob
@@ -22,7 +22,7 @@ class Blob(NamedTuple):
     data: torch.Tensor
     source: int | None = None  # the rank that it came from, for errors
     with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
-    values: Sequence[torch.Tensor] | None = None  # what was coded, piece by piece, where that is at hand
+    values: Sequence[torch.Tensor] | Bodies | None = None  # what was coded, piece by piece, where that is at hand
     head: memoryview | None = None  # its first bytes in the host's memory, where the data is on a GPU
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,7 @@ from .buffers import Buffers
 from .flat import flatten, unflatten
 from .layout import Layout, Piece
 from .terms import How
-from .together import ENTRY, Damage, Frames, Leaf, Sum, Together, coding_together
+from .together import ENTRY, Bodies, Damage, Frames, Leaf, Part, Sum, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -187,7 +188,7 @@ class TensorCoder:
                 if blob.values is None:
                     self._decode_pieces(leaf, blob, how, into, adds)
                     continue
-                for out, x in zip(into, blob.values):
+                for out, x in zip(into, blob.values.decoded() if isinstance(blob.values, Bodies) else blob.values):
                     out.add_(x.to(out.device)) if adds else out.copy_(x)
 
     def _decode_pieces(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
@@ -422,7 +423,7 @@ class TensorCoder:
         return frames
 
 
-def _content(blob: Blob) -> torch.Tensor | Frames | Sequence[torch.Tensor]:
+def _content(blob: Blob) -> Part:
     if blob.values is not None:
         return blob.values
     return blob.data if blob.head is None else Frames(blob.data, blob.head)
@@ -478,7 +479,8 @@ def all_finite(xs: Sequence[torch.Tensor]) -> bool:
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
     on_cpu = xs[0].device.type == "cpu"
     sums = [x.sum(dtype=dtype) for x in xs] if on_cpu else list(torch._foreach_norm(xs, 1, dtype))
-    return bool(torch.stack(sums).isfinite().all()) or all(bool(x.isfinite().all()) for x in xs)
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return math.isfinite(total) or all(bool(x.isfinite().all()) for x in xs)
 
 
 def _filled(leaf: Layout) -> list[Piece]:

@@ -11,78 +11,20 @@ coded, like by all others: replicas stay bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ..codecs.base import wide
 from ..routes import Route, Step
 from ..spans import span
-from .blobs import HEAD_ROOM, Blob, pack, unpack, unpack_all, unpack_each, unpack_numbered
-from .layout import Layout, Piece, deal, joined, numel, subviews, views
+from .blobs import HEAD_ROOM, pack, unpack, unpack_all, unpack_each
+from .held import Coded, Held, Split, as_bytes, coded_of, describe, present, understand
+from .layout import Layout, deal, joined, numel, subviews, views
 from .terms import Coder, Exchange, How, Members, Steps
-
-
-@dataclass
-class _Coded:
-    """Contributions that together are the sum over a layout; each is one blob per leaf."""
-
-    leaves: list[Layout]
-    contributions: list[list[Blob]]
-    how: How
-
 
 _SOME_WAIT = ("red", "gat", "bc")  # steps at which some ranks have nothing to do, and may skip others with it
 EXCHANGES_PER_STEP = 256  # at the most: those of a ring
-
-
-class _Split(NamedTuple):
-    """A first step whose second one is still to come."""
-
-    group: str
-    layout: Layout
-    gathered: bool  # one rank holds it all, the others wait
-
-
-@dataclass
-class _Held:
-    layout: Layout
-    values: torch.Tensor | list[torch.Tensor] | None = None  # plain ones, or those of each piece; None: coded, or waits
-    coded: _Coded | None = None
-    summed: int = 1  # ranks in the sum
-    mean: bool = False  # divided by the number of ranks already
-    shift: int | None = None  # of the grid that values lie on; None: never coded
-    own_memory: bool = False  # plain values may be written to
-    stored: bool = False  # decoded straight to where the result belongs
-    encodes: int = 0
-    exchange: int = 0  # number of the next one
-    splits: list[_Split] = field(default_factory=list)
-
-    @property
-    def plain(self) -> torch.Tensor:
-        """The plain values in one tensor."""
-        assert self.values is not None
-        if not isinstance(self.values, torch.Tensor):
-            self.values = joined(self.values)
-        return self.values
-
-    def plain_parts(self, leaf: Layout) -> list[torch.Tensor]:
-        """The plain values of each piece of a leaf; views."""
-        assert self.values is not None
-        if isinstance(self.values, torch.Tensor):
-            return views(self.values, self.layout, leaf)
-        return subviews(self.values, self.layout, leaf)
-
-    @property
-    def kind(self) -> torch.dtype:
-        assert self.values is not None
-        return self.values.dtype if isinstance(self.values, torch.Tensor) else self.values[0].dtype
-
-    @property
-    def waits(self) -> bool:
-        return self.values is None and self.coded is None
 
 
 class Executor:
@@ -105,7 +47,7 @@ class Executor:
         self._carried = carried and not any(step.kind in _SOME_WAIT for step in route.steps)
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
         self._crossing = crossing
-        self._held = _Held(layout)
+        self._held = Held(layout)
 
     def steps(self) -> Steps:
         held, steps = self._held, self._route.steps
@@ -115,7 +57,7 @@ class Executor:
             held.exchange = number * EXCHANGES_PER_STEP
             if step.kind == "enc":
                 if not (rest and rest[0].kind == "ring"):  # a ring encodes as it goes
-                    self._encode(self._dealt_sizes(rest), step.where, self._stays(rest))
+                    self._encode(self._dealt(held.layout, rest), step.where, self._stays(rest))
                 else:
                     yield from self._ring(rest[0], step.where)
             elif step.kind == "dec":
@@ -127,7 +69,46 @@ class Executor:
         if not held.stored:
             self._coder.store(held.layout, held.plain)
 
+    def expected(self) -> Iterator[Exchange]:
+        """The first exchanges of `steps`, as long as parts of coded data are dealt out and joined again.
+
+        What is sent is left out.
+        """
+        layout, splits, contributions = self._held.layout, list[Layout](), 0
+        leaves, device = [layout], ""
+        for number, (step, joins) in enumerate(zip(self._route.steps, self._route.joins)):
+            if step.kind == "enc":
+                contributions, device = 1, step.where
+                leaves = self._dealt(layout, self._route.steps[number + 1 :])
+                continue
+            if step.kind == "dec":
+                contributions = 0
+                continue
+            if not contributions or step.kind not in ("a2a", "ag") or (step.kind == "ag" and not joins):
+                return
+            group = self._groups[step.where]
+            if joins:
+                layout = splits.pop()
+                of_members = [deal(part, len(leaves)) for part in deal(layout, group.size)]
+                most = [self._most(contributions, of_member) for of_member in of_members]
+                leaves = [leaf for of_member in of_members for leaf in of_member]
+            else:
+                width = len(leaves) // group.size
+                leaves = leaves[group.rank * width : (group.rank + 1) * width]
+                most = [self._most(contributions, leaves)] * group.size
+                splits.append(layout)
+                layout = deal(layout, group.size)[group.rank]
+                contributions *= group.size
+            yield Exchange(step.where, (), most, number * EXCHANGES_PER_STEP, self._is_carried(device))
+
     # -- coding -------------------------------------------------------------------------------------------------
+
+    def _dealt(self, layout: Layout, steps: Sequence[Step]) -> list[Layout]:
+        """What is coded by itself, as no blob is cut: parts for all to whom coded data will be dealt out."""
+        leaves = [layout]
+        for size in self._dealt_sizes(steps):
+            leaves = [part for leaf in leaves for part in deal(leaf, size)]
+        return leaves
 
     def _dealt_sizes(self, steps: Sequence[Step]) -> list[int]:
         """The sizes of the groups among which coded data will be dealt out before it is decoded: no blob is cut."""
@@ -161,20 +142,17 @@ class Executor:
         held.encodes += 1
         return How(device, held.encodes - 1, summed, held.shift, held.mean)
 
-    def _encode(self, dealt: list[int], device: str, stays: int | None = None) -> None:
+    def _encode(self, leaves: list[Layout], device: str, stays: int | None = None) -> None:
         held = self._held
         if held.values is None:
             held.encodes += 1
             return
         if not self._coder.exact_grid:
             self._settle()
-        leaves = [held.layout]
-        for size in dealt:
-            leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
         with span("encode"):
             blobs = self._coder.encode(leaves, [held.plain_parts(leaf) for leaf in leaves], how, stays)
-        held.values, held.coded = None, _Coded(leaves, [blobs], how)
+        held.values, held.coded = None, Coded(leaves, [blobs], how)
 
     def _decode(self, device: str, last: bool) -> None:
         held = self._held
@@ -249,69 +227,72 @@ class Executor:
         if self._crossing is not None:
             self._crossing.append((self._held.values, self._held.coded, send))
         coded = self._held.coded
-        there = coded is None or coded.how.device != "cpu" or self._coder.home.type == "cpu"
-        return Exchange(where, send, most, self._held.exchange - 1, self._carried and there)
+        carried = self._is_carried(coded.how.device if coded is not None else "")
+        return Exchange(where, send, most, self._held.exchange - 1, carried)
 
-    def _most(self, coded: _Coded, leaves: Sequence[Layout]) -> int:
-        """How long a message can be with these leaves of all contributions."""
-        blobs = len(coded.contributions) * len(leaves)
-        return 8 * (4 + blobs) + len(coded.contributions) * sum(map(self._coder.bound, leaves))
+    def _is_carried(self, coded_on: str) -> bool:
+        """Whether a carrier takes what is on that device; empty: plain values."""
+        return self._carried and (coded_on != "cpu" or self._coder.home.type == "cpu")
+
+    def _most(self, contributions: int, leaves: Sequence[Layout]) -> int:
+        """How long a message can be with these leaves of so many contributions."""
+        return 8 * (4 + contributions * len(leaves)) + contributions * sum(map(self._coder.bound, leaves))
 
     def _deal(self, where: str, group: Members) -> Steps:
         """rs and a2a: each member gets its part of everybody's data."""
         held = self._held
         stretches = deal(held.layout, group.size)
-        held.splits.append(_Split(where, held.layout, gathered=False))
+        held.splits.append(Split(where, held.layout, gathered=False))
         if held.values is not None:
             self._note_plain([held.layout], group)
-            plain = [_bytes(joined(held.plain_parts(part))) for part in stretches]
+            plain = [as_bytes(joined(held.plain_parts(part))) for part in stretches]
             kind = held.kind
             size = numel(stretches[group.rank]) * kind.itemsize
             received = yield self._exchange(where, plain, [size] * group.size)
             held.values = self._sum(received, kind)
         else:
-            coded = _coded(held)
+            coded = coded_of(held)
             width = len(coded.leaves) // group.size
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
-            most = [self._most(coded, leaves)] * group.size
+            most = [self._most(len(coded.contributions), leaves)] * group.size
             send = [None if i == group.rank else pack(lists) for i, lists in enumerate(deals)]
             received = yield self._exchange(where, send, most)
             arrived = unpack_all(received, group.ranks, group.rank, deals[group.rank])
-            held.coded = _Coded(leaves, arrived, coded.how)
+            held.coded = Coded(leaves, arrived, coded.how)
         held.layout = stretches[group.rank]
 
     def _collect(self, where: str, group: Members) -> Steps:
         """red and gat: the first member gets everybody's data, the others wait."""
         held = self._held
-        held.splits.append(_Split(where, held.layout, gathered=True))
+        held.splits.append(Split(where, held.layout, gathered=True))
         nothing: list[None] = [None] * (group.size - 1)
         if held.values is not None:
             self._note_plain([held.layout], group)
             kind = held.kind
             size = held.plain.numel() * kind.itemsize if group.rank == 0 else None
-            received = yield self._exchange(where, [_bytes(held.plain), *nothing], [size] * group.size)
+            received = yield self._exchange(where, [as_bytes(held.plain), *nothing], [size] * group.size)
             held.values = self._sum(received, kind) if group.rank == 0 else None
             return
-        coded = _coded(held)
+        coded = coded_of(held)
         first = group.rank == 0
-        most = self._most(coded, coded.leaves) if first else None
+        most = self._most(len(coded.contributions), coded.leaves) if first else None
         sent = None if first else pack(coded.contributions)
         received = yield self._exchange(where, [sent, *nothing], [most] * group.size)
         held.coded = None
         if first:
             arrived = unpack_all(received, group.ranks, 0, coded.contributions)
-            held.coded = _Coded(coded.leaves, arrived, coded.how)
+            held.coded = Coded(coded.leaves, arrived, coded.how)
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
-        coded = _coded(self._held)
-        most = self._most(coded, coded.leaves)
+        coded = coded_of(self._held)
+        most = self._most(len(coded.contributions), coded.leaves)
         received = yield self._exchange(where, _to_others(coded, group), [most] * group.size)
         arrived = unpack_all(received, group.ranks, group.rank, coded.contributions)
-        self._held.coded = _Coded(coded.leaves, arrived, coded.how)
+        self._held.coded = Coded(coded.leaves, arrived, coded.how)
 
-    def _join(self, split: _Split, where: str, group: Members) -> Steps:
+    def _join(self, split: Split, where: str, group: Members) -> Steps:
         """ag and bc as second steps: everybody gets the whole stretch again."""
         held = self._held
         if split.gathered:
@@ -321,22 +302,22 @@ class Executor:
                 self._settle()
             kind = held.kind
             sizes = [numel(part) * kind.itemsize for part in deal(split.layout, group.size)]
-            received = yield self._exchange(where, [_bytes(held.plain)] * group.size, sizes)
+            received = yield self._exchange(where, [as_bytes(held.plain)] * group.size, sizes)
             held.values = torch.empty(numel(split.layout), dtype=kind, device=self._coder.home)
             for part, leaf in zip(received, deal(split.layout, group.size)):
-                values = _present(part).view(kind)
+                values = present(part).view(kind)
                 for view, piece in zip(views(held.values, split.layout, leaf), views(values, leaf, leaf)):
                     view.copy_(piece)
         else:
-            coded = _coded(held)
+            coded = coded_of(held)
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
-            most = [self._most(coded, of_member) for of_member in leaves]
+            most = [self._most(len(coded.contributions), of_member) for of_member in leaves]
             received = yield self._exchange(where, _to_others(coded, group), most)
             members = unpack_each(received, group.ranks)
             members[group.rank] = coded.contributions
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
-            held.coded = _Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
+            held.coded = Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
         held.layout = split.layout
 
     def _broadcast(self, where: str, group: Members) -> Steps:
@@ -345,10 +326,10 @@ class Executor:
         if group.rank == 0:
             if held.values is not None and not self._coder.exact_grid:
                 self._settle()
-            yield self._exchange(where, [None, *[_describe(held)] * (group.size - 1)], None)
+            yield self._exchange(where, [None, *[describe(held)] * (group.size - 1)], None)
             return
         received = yield self._exchange(where, [None] * group.size, None)
-        _understand(held, _present(received[0]), group.ranks[0], self._coder)
+        understand(held, present(received[0]), group.ranks[0], self._coder)
 
     def _ring(self, step: Step, device: str) -> Steps:
         """Partial sums go round: each member adds its own values to what the one before sent, and codes them again."""
@@ -356,7 +337,7 @@ class Executor:
         if held.values is None:  # all members wait for a broadcast in another group
             held.summed *= group.size
             return
-        held.splits.append(_Split(step.where, held.layout, gathered=False))
+        held.splits.append(Split(step.where, held.layout, gathered=False))
         leaves = deal(held.layout, group.size)
         mine, before = group.rank, (group.rank - 1) % group.size
         after = (group.rank + 1) % group.size
@@ -383,61 +364,18 @@ class Executor:
             held.encodes += 1
         held.layout, held.values = leaves[mine], total
         held.summed *= group.size
-        self._encode([], device)
+        self._encode([held.layout], device)
 
     def _sum(self, received: Sequence[torch.Tensor | None], kind: torch.dtype) -> torch.Tensor:
         home = self._coder.home
-        total = wide(_present(received[0]).view(kind).to(home))
+        total = wide(present(received[0]).view(kind).to(home))
         total = total.clone() if total.dtype == kind else total
         for part in received[1:]:
-            total += _present(part).view(kind).to(home)
+            total += present(part).view(kind).to(home)
         return total
 
 
-# --- What a broadcast hands on ---------------------------------------------------------------------------------------
-
-_PLAIN_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _describe(held: _Held) -> torch.Tensor:
-    """What a broadcast hands on: plain values or coded ones, and what is known of them."""
-    if held.values is not None:
-        kind = _PLAIN_KINDS.index(held.kind)
-        return pack([[Blob(_bytes(held.plain))]], 0, held.mean, kind)
-    coded = _coded(held)
-    layout = [x for leaf in coded.leaves for piece in leaf for x in piece]
-    return pack(coded.contributions, 1, *coded.how[1:], *layout)
-
-
-def _understand(held: _Held, message: torch.Tensor, source: int, coder: Coder) -> None:
-    contributions, (is_coded, *rest) = unpack_numbered(message, source)
-    if not is_coded:
-        values, (mean, kind) = contributions[0][0].data, rest
-        held.values, held.mean = values.clone().view(_PLAIN_KINDS[kind]).to(coder.home), bool(mean)
-        return
-    number, summed, shift, mean, *layout = rest
-    pieces = [Piece(*layout[i : i + 3]) for i in range(0, len(layout), 3)]
-    each = len(held.layout)
-    leaves = [tuple(pieces[i : i + each]) for i in range(0, len(pieces), each)]
-    held.coded = _Coded(leaves, contributions, How("", number, summed, shift, bool(mean)))
-    held.shift = shift
-
-
-def _to_others(coded: _Coded, group: Members) -> list[torch.Tensor | None]:
+def _to_others(coded: Coded, group: Members) -> list[torch.Tensor | None]:
     """The same message for every other member."""
     message = pack(coded.contributions) if group.size > 1 else None
     return [None if i == group.rank else message for i in range(group.size)]
-
-
-def _present(part: torch.Tensor | None) -> torch.Tensor:
-    assert part is not None
-    return part
-
-
-def _coded(held: _Held) -> _Coded:
-    assert held.coded is not None
-    return held.coded
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.contiguous().view(torch.uint8)

@@ -87,10 +87,17 @@ class Gloo:
         return int(number)
 
     def send(
-        self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
+        self,
+        parts: Sequence[tuple[int, torch.Tensor]],
+        into: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+        awaited: Pending | None = None,
     ) -> Pending:
-        """Starts to send bytes to ranks, and to receive from others into buffers of exactly the right size."""
-        pending = Pending()
+        """Starts to send bytes to ranks, and to receive from others into buffers that are not too small.
+
+        `awaited`: buffers that wait already, to be waited for together with these.
+        """
+        pending = awaited or Pending()
         self._issue(pending, "data", parts, into, tag)
         return pending
 

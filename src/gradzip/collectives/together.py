@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -37,7 +37,16 @@ class Leaf:
     lost: Sequence[torch.Tensor] | None = None  # where what is lost goes, divided by `unit`
     size: int = 0  # bytes written
     comes_back: bool = True  # this rank will add it up as well
-    known: Sequence[torch.Tensor] | None = None  # to be handed to `add_up` in the place of the frames
+    known: Sequence[torch.Tensor] | Bodies | None = None  # to be handed to `add_up` in the place of the frames
+
+
+@dataclass(frozen=True)
+class Bodies:
+    """A leaf of this rank's own, coded: those that add it up decode it together with the others'."""
+
+    data: Sequence[torch.Tensor]
+    book: int
+    decoded: Callable[[], list[torch.Tensor]]
 
 
 class Frames(NamedTuple):
@@ -47,11 +56,14 @@ class Frames(NamedTuple):
     head: memoryview
 
 
+Part = torch.Tensor | Frames | Bodies | Sequence[torch.Tensor]
+
+
 class Sum(NamedTuple):
     """A leaf that is added up from contributions; each of these is frames, or the `known` of a leaf."""
 
     pieces: Sequence[Piece]
-    parts: Sequence[torch.Tensor | Frames | Sequence[torch.Tensor]]
+    parts: Sequence[Part]
     outs: Sequence[torch.Tensor]
 
 
@@ -160,6 +172,8 @@ class OnGpu(Together):
         for leaf in to_code:
             own = slice(start, start + len(leaf.pieces))
             start = own.stop
+            if leaf.comes_back and leaf.known is None and leaf.lost is None:
+                leaf.known = self._own(leaf, bodies[own], job)
             if leaf.out is not None and leaf.out.device.type == "cpu":
                 leaf.size = self._deliver(bodies[own], leaf.xs, leaf.out)
             elif leaf.out is not None:
@@ -175,8 +189,17 @@ class OnGpu(Together):
             self._note(decoded, values, unit)
 
     def _is_decoded(self, leaf: Leaf) -> bool:
-        """Whether this rank has to know what others will decode."""
-        return leaf.known is None and (leaf.comes_back or leaf.lost is not None)
+        """Whether this rank has to know what others will decode before they do."""
+        return leaf.known is None and leaf.lost is not None
+
+    def _own(self, leaf: Leaf, bodies: Sequence[torch.Tensor], job: Job) -> Bodies:
+        def decoded() -> list[torch.Tensor]:
+            values = [torch.empty_like(x) for x in leaf.xs]
+            given = self._books(leaf.pieces, job.book, values[0].device)
+            self._engine.decode_many(bodies, values, self._floors_of(leaf.pieces), job.shift, False, given)
+            return values
+
+        return Bodies(bodies, job.book, decoded)
 
     def _deliver(self, bodies: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], out: torch.Tensor) -> int:
         """Frames around bodies, in the host's memory. The copies end with the stream."""
@@ -242,7 +265,7 @@ class OnGpu(Together):
             floors = self._floors_of(pieces)
             for place, part in enumerate(parts):
                 adds = add or place > 0
-                if not isinstance(part, torch.Tensor | Frames):
+                if not isinstance(part, torch.Tensor | Frames | Bodies):
                     for out, x in zip(outs, part):
                         out.add_(x) if adds else out.copy_(x)
                     continue
@@ -262,7 +285,7 @@ class OnGpu(Together):
         try:
             for _, parts, outs in sums:
                 for bodies_of_all, plain_of_all, part in zip(terms, plain, parts):
-                    if isinstance(part, torch.Tensor | Frames):
+                    if isinstance(part, torch.Tensor | Frames | Bodies):
                         bodies, book = self._bodies(part, outs)
                         used.add(book)
                         bodies_of_all += bodies
@@ -279,8 +302,12 @@ class OnGpu(Together):
         except CodecError:
             return False
 
-    def _bodies(self, blob: torch.Tensor | Frames, outs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    def _bodies(
+        self, blob: torch.Tensor | Frames | Bodies, outs: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], int]:
         """Finds the bodies by what the host has of the frames, then brings them all to the GPU; and their book."""
+        if isinstance(blob, Bodies):
+            return blob.data, blob.book
         data, host = blob if isinstance(blob, Frames) else (blob, blob.numpy().data)
         at, end, found, used = ENTRY * len(outs), data.numel(), list[tuple[int, int]](), set[bytes]()
         if end < at:
