@@ -25,6 +25,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import gradzip
+from gradzip import backward
 from gradzip.codecs import lowrank
 from gradzip.collectives import message, pipeline
 from gradzip.engines.cuda import factors
@@ -58,8 +59,9 @@ def watch_all() -> None:
     watch(pipeline.Pipeline, "_advance", "stage", lambda _, stage, job, *__: f"{stage} of {job.agreement.what[:16]}")
     watch(pipeline.Pipeline, "_finish", "end", lambda _, job, __: f"of {job.agreement.what[:16]}")
     watch(pipeline.Pipeline, "exchange", "exchange")
-    for name in ("reduce", "reduce_in_place"):
-        watch(lowrank.PowerSGD, name, "powersgd")
+    for owner in (lowrank.PowerSGD, lowrank.Fused):
+        watch(owner, "reduce", "powersgd")
+    watch(backward.Backward, "_means_follow", "means follow")
     watch(factors._Bound, "launch", "kernels", lambda _, first, end: f"{first} to {end - 1}")
     watch(lowrank.PowerSGD, "_starts", "starts")
     watch(lowrank, "_orthonormal", "orthonormal")
