@@ -241,6 +241,8 @@ class Fused(InPlace):
         self._columns = [shape.columns for shape in shapes]
         self._addresses = tuple(matrix.data_ptr() for matrix in self._matrices)
         self._last: list[torch.Tensor] = []  # the factors of the last step, which need no second look
+        self._flat: torch.Tensor | None = None  # for all that goes as it is
+        self._parts: list[torch.Tensor] = []
 
     def reduce(
         self,
@@ -297,13 +299,16 @@ class Fused(InPlace):
         return starts, fresh
 
     def _average_whole(self, average: Average, largest: list[torch.Tensor]) -> None:
-        if self._whole:
-            flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in self._whole])
-            average(flat)
-            parts = flat.split_with_sizes([t.numel() for t in self._whole])
-            means = [part if t.dim() == 1 else part.view(t.shape) for part, t in zip(parts, self._whole)]
-            torch._foreach_copy_(self._whole, means)
-            largest.append(torch.linalg.vector_norm(flat, math.inf))
+        if not self._whole:
+            return
+        if self._flat is None:
+            sizes = [t.numel() for t in self._whole]
+            self._flat = self._whole[0].new_empty(sum(sizes))
+            self._parts = [part.view(t.shape) for part, t in zip(self._flat.split_with_sizes(sizes), self._whole)]
+        torch._foreach_copy_(self._parts, self._whole)
+        average(self._flat)
+        torch._foreach_copy_(self._whole, self._parts)
+        largest.append(torch.linalg.vector_norm(self._flat, math.inf))
 
 
 def _add(x: torch.Tensor, lost: torch.Tensor | None, scale: float) -> None:
