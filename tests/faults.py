@@ -103,11 +103,11 @@ def happen(fault: str) -> None:
     elif fault in DAMAGED:
         plainly = Gloo.send
 
-        def damaged(self: Gloo, parts: Any, into: Any, tag: int, place: slice) -> Any:
+        def damaged(self: Gloo, parts: Any, *rest: Any, place: slice) -> Any:
             parts = [(rank, data.clone()) for rank, data in parts]
             for _, data in parts:
                 data[place] ^= 85
-            return plainly(self, parts, into, tag)
+            return plainly(self, parts, *rest)
 
         Gloo.send = partialmethod(damaged, place=DAMAGED[fault])  # type: ignore[method-assign]
     elif fault == LINK_DOWN:
