@@ -116,13 +116,13 @@ def _gpu() -> Row:
 
 
 def _packing() -> Row:
-    """How codecs other than gcomp pack bits and select values on a GPU."""
+    """How codecs other than gcomp pack bits, select values and multiply matrices on a GPU."""
     if not torch.cuda.is_available():
-        return _found("packing kernels", "not used: torch's operations pack and select on a CPU", "absent")
+        return _found("other kernels", "not used: torch's operations pack, select and multiply on a CPU", "absent")
     reason = hot.reason_against()
     if reason:
-        return _found("packing kernels", f"torch's operations instead, which are slower: {reason}", "absent")
-    return _found("packing kernels", "in use on the GPU")
+        return _found("other kernels", f"torch's operations instead, which are slower: {reason}", "absent")
+    return _found("other kernels", "in use on the GPU to pack, to select, and for PowerSGD")
 
 
 def _engine(name: str) -> Row:
