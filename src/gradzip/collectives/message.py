@@ -189,7 +189,7 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
     )
     sizes = [t.numel() for t in message.tensors]
     part = PART_ON_GPU if channel.device.type == "cuda" else PART
-    layouts = chunks(sizes, channel.world, cuttable(message.codec) or not route.compresses, part)
+    layouts = chunks(sizes, channel.world, _is_cut(message, route, channel), part)
     left = len(layouts)
     lock = threading.Lock()
 
@@ -224,6 +224,13 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
             job.expected = Executor(route, layout, coder, channel.groups, channel.world, None, carried).expected
         jobs.append((job, outcome))
     return jobs
+
+
+def _is_cut(message: Message, route: Route, channel: Channel) -> bool:
+    if isinstance(message.codec, Cast) and not route.compresses:
+        size = sum(t.numel() for t in message.tensors) * message.codec.dtype.itemsize
+        return not channel.carries(size)  # NCCL cuts up its sums by itself
+    return cuttable(message.codec) or not route.compresses
 
 
 def _crossing(channel: Channel) -> list[object] | None:
