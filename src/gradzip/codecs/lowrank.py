@@ -31,6 +31,7 @@ from functools import cache, lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from ..engines.cuda import factors, hot
 from ..errors import Unsupported
@@ -272,17 +273,16 @@ class Fused(InPlace):
         found = self._plan.run(operands, self._matrices[0], average, self._keeps, scale, meanwhile)
         enqueued()
         finite = not int(found.flawed) and all(math.isfinite(x) for x in largest)  # waits, and leaves Python to others
-        rights = found.right.split_with_sizes([columns * self._rank for columns in self._columns])
-        self._last = [right.view(columns, self._rank) for right, columns in zip(rights, self._columns)]
+        self._last = list(_unflatten_dense_tensors(found.right, starts))  # type: ignore[no-untyped-call]
         for ctx, factor in zip(own, self._last):
             ctx.state.pop("p", None)
             ctx.state.pop("half", None)
             ctx.state["q"] = factor
         residuals: list[torch.Tensor | None] = [None] * len(contexts)
         if found.after is not None:
-            parts = found.after.split_with_sizes([matrix.numel() for matrix in self._matrices])
-            for i, part, matrix in zip(places, parts, self._matrices):
-                residuals[i] = part.view(matrix.shape)
+            parts = _unflatten_dense_tensors(found.after, self._matrices)  # type: ignore[no-untyped-call]
+            for i, part in zip(places, parts):
+                residuals[i] = part
         return Left(residuals, finite)
 
     def _starts(self, contexts: list[Context]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:

@@ -91,7 +91,7 @@ class Handle:
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._backward: Backward | None = None
-        self._before: threading.Event | None = None  # the end of the last pass, where DDP may not have waited for it
+        self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
         self._scheme = _Scheme({})
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
@@ -397,7 +397,7 @@ class Handle:
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
-                self._before = self._backward.over if self._backward.early else None
+                self._before = None if self._backward.plain else self._backward.over
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
