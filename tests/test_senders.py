@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from gradzip.collectives import sockets
 from gradzip.collectives.gloo import Broken, Gloo, Pending
 from gradzip.collectives.senders import Senders
 
@@ -67,6 +69,29 @@ def test_messages_arrive() -> None:
 def test_broken_connections_are_named() -> None:
     for named, left in run_ranks(3, break_off, 3)[1:]:
         assert (named, left) == ([0], [])
+
+
+def test_queues_are_short_where_the_network_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does it, which doubles what it is asked for."""
+    before = sockets.found()
+    with socket.create_server(("127.0.0.2", 0)) as server, socket.create_server(("127.0.0.1", 0)) as own:
+        elsewhere = socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0))
+        here = socket.create_connection(own.getsockname())
+        made = sockets.found() - before
+        with elsewhere, here:
+            usual = [queue_of(elsewhere), queue_of(here)]
+            monkeypatch.setattr(sockets, "_FAST", 1e15)  # no network answers soon enough for that
+            sockets.shorten_queues(made, 1 << 15, flows=3)
+            assert [queue_of(elsewhere), queue_of(here)] == usual
+            monkeypatch.undo()
+            sockets.shorten_queues(made, 1 << 15, flows=1 << 20)
+            assert [queue_of(elsewhere), queue_of(here)] == [1 << 16, usual[1]]
+            sockets.shut_down(made)
+            assert elsewhere.recv(1) == here.recv(1) == b""
+
+
+def queue_of(connection: socket.socket) -> int:
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def test_an_error_waits_for_whoever_waits() -> None:

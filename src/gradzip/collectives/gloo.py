@@ -10,23 +10,20 @@ process, and soon those of its peers, end with an error.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from . import sockets
 from .senders import Later, Senders
 
-_DESCRIPTORS = Path("/proc/self/fd")
-SENDERS = 3  # threads that send data, where there are cores for them
+SENDERS = 3  # threads that send data, where there are cores for them...
+QUEUE = 64 << 10  # ...and bytes that wait in a connection then
 _AT_ONCE = 1 << 16  # bytes that are handed to a socket in less time than to a thread
 _PROBE = (1 << 31) - 1  # a tag that nothing else has
 
@@ -60,14 +57,19 @@ class Gloo:
     """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
-        """`senders`: so many threads send larger data; 0: those that call `send`."""
+        """`senders`: so many threads send larger data, and connections have short queues; 0: those that call `send`."""
         self.rank, self.world = rank, world
-        self._sockets: set[tuple[int, str]] = set()
+        self._sockets: set[sockets.Socket] = set()
         self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
         for name in ("rows", "data", "sums") if world > 1 else ():
             make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
-            self._groups[name] = self._watched(make)
+            before = sockets.found()
+            self._groups[name] = make()
+            made = sockets.found() - before
+            self._sockets |= made
+            if name == "data" and senders:
+                sockets.shorten_queues(made, QUEUE, world - 1)
 
     def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> Rows:
         """Starts to send a row of numbers to some ranks and to receive one of the same length from others."""
@@ -145,13 +147,7 @@ class Gloo:
 
     def abort(self) -> None:
         """Breaks all connections, so that nobody waits on them any more."""
-        for number, identity in self._sockets:
-            with contextlib.suppress(OSError):
-                if os.readlink(_DESCRIPTORS / str(number)) != identity:
-                    continue  # closed, and its number is in use for something else
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # not for the one that listens, which Gloo would not survive
-                    connection.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._sockets)
 
     def close(self) -> None:
         """Drops the connections; nothing may be under way."""
@@ -165,26 +161,8 @@ class Gloo:
         except KeyError:
             raise Broken(None, RuntimeError("the connections are closed")) from None
 
-    def _watched(self, make: Callable[[], Any]) -> Any:
-        before = _sockets()
-        made = make()
-        self._sockets |= _sockets() - before
-        return made
-
 
 class Rows(Pending):
     def __init__(self) -> None:
         super().__init__()
         self.received: dict[int, torch.Tensor] = {}
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """This process's sockets: their numbers and what they are."""
-    found = set()
-    with contextlib.suppress(OSError):  # not on Linux: then waits end with their timeout, or with the process
-        for entry in os.listdir(_DESCRIPTORS):
-            with contextlib.suppress(OSError):
-                target = os.readlink(_DESCRIPTORS / entry)
-                if target.startswith("socket:"):
-                    found.add((int(entry), target))
-    return found
