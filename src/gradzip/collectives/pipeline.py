@@ -33,7 +33,7 @@ from .terms import AllReduce, Exchange, Members, Parts, Steps
 ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
-AHEAD = {"cuda": 256 << 20}  # by device: bytes of buffers that may wait for data before their exchanges begin
+AHEAD = {"cuda": 128 << 20}  # by device: bytes of buffers that may wait for data before their exchanges begin
 _EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
 _JOBS = 1 << 18  # after so many, tags are used again
 _SIZES = _JOBS * _EXCHANGES  # tags of questions for sizes start here
@@ -243,9 +243,12 @@ class Pipeline:
         """In about the order in which exchanges will begin, as far as that is known and there is room."""
         if not self._inboxes.ahead:
             return
-        expected = [(job, wanted) for job in jobs if job.expected is not None for wanted in job.expected()]
-        expected.sort(key=lambda one: one[1].number)
-        for job, wanted in expected:
+        expected = [
+            (place + 2 * stage, job, wanted)  # a chunk's next exchange begins when about two more chunks have gone
+            for place, job in enumerate(jobs)
+            for stage, wanted in enumerate(job.expected() if job.expected is not None else ())
+        ]
+        for _, job, wanted in sorted(expected, key=lambda one: one[0]):
             if self.carrier is None or not wanted.carried:
                 self._inboxes.open_early(job.inbox, wanted, job.tag(wanted), job.taken)
 
