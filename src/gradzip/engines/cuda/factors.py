@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 class Result(NamedTuple):
     right: torch.Tensor  # the averaged right factors of all matrices
     after: torch.Tensor | None  # what was lost of all matrices
-    flawed: torch.Tensor  # one int32, not 0 where a factor or a mean is not finite
+    flawed: torch.Tensor  # one int32, not 0 where a mean is not finite
 
 
 class _Kernel(NamedTuple):

@@ -31,7 +31,7 @@ struct LowRank {
     u64 right;      // float: right factors, to be averaged
     u64 grams;      // double[][R * R]
     u64 changes;    // double[2][matrices][R * R]: what makes columns orthonormal, in two turns
-    u64 flawed;     // u32: not 0 where something is not finite
+    u64 flawed;     // u32: not 0 where a mean is not finite
     u64 matrix_count;
     float scale;    // the loss scale: gradients have it, what is lost is kept without
     int rank;
@@ -233,9 +233,7 @@ struct Rows {
         __syncthreads();  // nobody still reads what was there before
         for (int i = (int)threadIdx.x; i < kGramStep<R> * R; i += 256) {
             int row = first + i / R, j = i % R;
-            float v = row < t.m.rows && j < rank ? left[(u64)row * rank + j] : 0.0f;
-            if (Turns == 0 && !is_finite(v)) *pointer<u32>(a.flawed) = 1;
-            rooms[0][i / R][j] = v;
+            rooms[0][i / R][j] = row < t.m.rows && j < rank ? left[(u64)row * rank + j] : 0.0f;
         }
         __syncthreads();
         constexpr int kOwn = kGramStep<R> * R / 256, kApart = 256 / R;  // rows of a thread, which has one column
