@@ -49,11 +49,12 @@ class Twin:
         self.codec, self.device, self.step, self.skipped = codec, device, 0, 0
         self.states: list[dict[str, torch.Tensor]] = [{} for _ in shapes]
         self.lost: Lost = [None] * len(shapes)
-        self.lost_before = self.lost
+        self.lost_before, self.guests = self.lost, set[int]()  # those that go as they are, whatever their shape
         self.volumes: list[list[int]] = [[], []]
 
     def contexts(self, states: list[dict[str, torch.Tensor]]) -> list[Context]:
-        return [Context(f"p{i}", self.step, state=state) for i, state in enumerate(states)]
+        whole = [i in self.guests for i in range(len(states))]
+        return [Context(f"p{i}", self.step, whole=w, state=state) for i, (w, state) in enumerate(zip(whole, states))]
 
     def halve(self, way: int, flat: torch.Tensor) -> None:
         self.volumes[way].append(flat.numel())
@@ -82,7 +83,7 @@ class Twin:
         return expected, gradients, left
 
     def by_kernels(self, gradients: list[torch.Tensor], contexts: list[Context], scale: float) -> Left:
-        fused = self.codec.in_place(gradients)
+        fused = self.codec.in_place(gradients, contexts)
         assert fused is not None
         told = list[int]()
         left = fused.reduce(contexts, self.lost, scale, lambda flat: self.halve(1, flat), lambda: told.append(1))
@@ -160,7 +161,7 @@ def test_columns_are_orthonormal_and_span_what_they_should(device: torch.device,
 
     codec = PowerSGD(rank=rank)
     found = m.to(device, copy=True)
-    fused = codec.in_place([found])
+    fused = codec.in_place([found], [Context("w")])
     assert fused is not None
     assert fused.reduce([Context("w")], [None], 1.0, average, lambda: None).finite
     assert calls == [p.numel(), columns * rank]
@@ -194,7 +195,7 @@ def test_means_that_overflow_show(device: torch.device) -> None:
     left, right = torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.0, 0.0]]), torch.full((50, 2), 3e38)
     averages = [right, left]
     x = torch.randn(3, 50, generator=generator(2)).to(device)
-    fused = PowerSGD(rank=2).in_place([x])
+    fused = PowerSGD(rank=2).in_place([x], [Context("w")])
     assert fused is not None
 
     def average(flat: torch.Tensor) -> None:
@@ -230,14 +231,17 @@ def test_the_same_again_is_the_same_to_the_bit(device: torch.device) -> None:
 
 
 def test_what_kernels_do_not_take(device: torch.device) -> None:
-    x = torch.randn(64, 96, device=device)
-    assert PowerSGD(rank=32).in_place([x]) is not None
-    assert PowerSGD(rank=33).in_place([x]) is None
-    assert PowerSGD(alternate=True).in_place([x]) is None
-    assert PowerSGD().in_place([x.double()]) is None
-    assert PowerSGD().in_place([x.T]) is None
-    assert PowerSGD().in_place([x[0]]) is None, "there is no matrix"
-    assert PowerSGD().in_place([x, x[0, ::2]]) is not None, "vectors go as they are"
+    x, one = torch.randn(64, 96, device=device), [Context()]
+    assert PowerSGD(rank=32).in_place([x], one) is not None
+    assert PowerSGD(rank=33).in_place([x], one) is None
+    assert PowerSGD(alternate=True).in_place([x], one) is None
+    assert PowerSGD().in_place([x.double()], one) is None
+    assert PowerSGD().in_place([x.T], one) is None
+    assert PowerSGD().in_place([x[0]], one) is None, "there is no matrix"
+    assert PowerSGD().in_place([x], [Context(whole=True)]) is None, "it is not to be coded"
+    assert PowerSGD().in_place([x, x[0, ::2], x.T], [*one, *one, Context(whole=True)]) is not None, (
+        "others go as they are"
+    )
 
 
 def test_one_for_many_steps(device: torch.device) -> None:
@@ -245,7 +249,7 @@ def test_one_for_many_steps(device: torch.device) -> None:
     given = random(SHAPES, 3)
     twin = Twin(PowerSGD(rank=4), SHAPES, device)
     gradients = twin.bucket(given)
-    fused = twin.codec.in_place(gradients)
+    fused = twin.codec.in_place(gradients, twin.contexts(twin.states))
     assert fused is not None
     states: list[dict[str, torch.Tensor]] = [{} for _ in SHAPES]
     for step in range(4):
@@ -259,6 +263,26 @@ def test_one_for_many_steps(device: torch.device) -> None:
             twin.contexts(states), twin.lost_before, 1.0, lambda f: twin.halve(1, f), lambda: None
         ).finite
         assert all(torch.equal(a, b) for a, b in zip(gradients, means))
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_guests_go_as_they_are(device: torch.device, alternate: bool) -> None:
+    """Matrices that factors would make smaller, too; they have no state."""
+    given = random([(64, 96), (32, 16), (16, 3, 3, 3)], 6)
+    twin = Twin(PowerSGD(rank=2, alternate=alternate), [(64, 96), (32, 16), (16, 3, 3, 3)], device)
+    twin.guests = {1, 2}
+    for _ in range(2):
+        if alternate:
+            contexts = twin.contexts(twin.states)
+            reduced = twin.codec.reduce([x.to(device) for x in given], contexts, lambda flat: flat.mul_(0.5))
+            means = [mean for mean, _ in reduced]
+        else:
+            _, means, left = twin.run(given)
+            assert left.residuals[1:] == [None, None]
+        assert torch.equal(means[1].cpu(), given[1] / 2)
+        assert torch.equal(means[2].cpu(), given[2] / 2)
+        assert not torch.equal(means[0].cpu(), given[0] / 2)
+        assert twin.states[1:] == [{}, {}]
 
 
 def test_half_steps_leave_no_trace(device: torch.device) -> None:

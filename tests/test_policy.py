@@ -196,3 +196,18 @@ def test_residuals_are_kept_in_the_form_that_the_codec_asks_for() -> None:
         assert back.dtype == torch.float32
         assert torch.allclose(back, 2 * x, rtol=close, atol=0)
         assert (close == 0) == torch.equal(back, 2 * x)
+
+
+def test_what_waits_does_not_hold_the_memory_of_the_rest() -> None:
+    """Residuals of many gradients may be parts of one tensor, of which one that is unused for long would be a part."""
+    memory, names = Memory(rank=0, patient=True), ["used", "unused"]
+    for step in range(3):
+        both = torch.full((2, 1000), step + 1.0)
+        gradients = [torch.ones(1000), torch.ones(1000) if step == 0 else torch.zeros(1000)]
+        memory.compensated_all(names, gradients)
+        memory.lost_all(names, list(both.unbind()))
+        memory.commit()
+    kept = memory._residuals["gradient/unused"]
+    assert torch.equal(kept, torch.ones(1000))
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    assert torch.equal(memory._residuals["gradient/used"], torch.full((1000,), 3.0))

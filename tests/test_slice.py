@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import TIMEOUT, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from training import POLICIES, same, save, start
 
+import gradzip
 from gradzip import backward, collectives
 
 STEPS, SAVED = 6, 3
@@ -57,6 +60,36 @@ def test_what_waits_for_the_last_bucket_goes_in_the_order_of_names() -> None:
     weights, biases = ["0.weight", "2.weight", "4.weight"], ["0.bias", "2.bias", "4.bias"]
     for seen in run_ranks(2, late_messages):
         assert seen == [weights + biases] * 3
+
+
+def small_matrices(rank: int) -> dict[str, bool]:
+    """Whether gradients too small for PowerSGD, which travel in its message, are plain DDP's, in each of some steps."""
+    layers = nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(64, 256), nn.Linear(256, 8), nn.Linear(8, 32)
+    found = {}
+    for policy in (None, "powersgd:rank=2", "powersgd:rank=1,alternate=true"):
+        model = DistributedDataParallel(copy.deepcopy(nn.Sequential(*layers)), bucket_cap_mb=0.01)
+        if policy is not None:
+            gradzip.attach(model, None, policy, timeout=TIMEOUT)
+        seen = []
+        for step in range(4):
+            model.zero_grad()
+            x = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            seen.append({name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None})
+        if policy is None:
+            plain = seen
+            continue
+        for name, p in model.module.named_parameters():
+            same_in_all = all(torch.equal(a[name], b[name]) for a, b in zip(plain, seen))
+            found[f"{policy} {name}"] = same_in_all != (p.numel() >= 1024)
+    return found
+
+
+def test_what_is_left_uncompressed_is_not_compressed_by_its_host() -> None:
+    """A convolution of 16x3x3x3 has fewer values than are worth compressing, though factors would have fewer still."""
+    for found in run_ranks(2, small_matrices):
+        assert [name for name, right in found.items() if not right] == []
+        assert len(found) == 16
 
 
 def resume_all(rank: int, folder: str) -> dict[str, list[torch.Tensor]]:

@@ -151,10 +151,17 @@ class Memory:
         if kept is not residual or key in self._waiting:
             self._spare(key, residual)
         if key in self._waiting:
+            self._set_apart(key)
             return
         self._next_residuals[key] = kept
         if stage == GRADIENT and self._has_folded:
             self._next_residuals |= dict.fromkeys(self._folded(name))
+
+    def _set_apart(self, key: str) -> None:
+        """What waits must not hold the memory that it shared with what does not."""
+        waiting = self._residuals.get(key)
+        if waiting is not None and waiting.untyped_storage().nbytes() > waiting.nbytes:
+            self._residuals[key] = waiting.clone()
 
     def _spare(self, key: str, residual: torch.Tensor | None) -> None:
         """Keeps memory for the next residual; flat, as `room` gives it out."""

@@ -112,9 +112,11 @@ def _drafted(named: Named, ways: Mapping[str, Way], rank: int, world: int) -> li
     for kind, dtype in list(drafts):
         if kind == PLAIN and dtype in hosts:
             guest, host = drafts.pop((kind, dtype)), hosts[dtype]
+            for context in guest.contexts:
+                context.whole = True
             host.tensors += guest.tensors
             host.contexts += guest.contexts
             host.forms |= guest.forms
     for draft in drafts.values():
-        draft.prepared = Prepared(draft.codec, [ctx.name for ctx in draft.contexts], draft.tensors)
+        draft.prepared = Prepared(draft.codec, draft.tensors, draft.contexts)
     return list(drafts.values())

@@ -34,6 +34,7 @@ class Context:
     floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
     shift: int = 0  # added to the floors, for sums of several ranks
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
+    whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -135,7 +136,7 @@ class Codec:
         """
         raise Unsupported(f"{self} has one round: use encode and decode")
 
-    def in_place(self, tensors: list[torch.Tensor]) -> InPlace | None:
+    def in_place(self, tensors: list[torch.Tensor], contexts: list[Context]) -> InPlace | None:
         """What is to be used instead of `reduce` for these tensors, on all ranks; None: nothing."""
         return None
 

@@ -82,7 +82,8 @@ class PowerSGD(Lossy):
 
     def reduce(self, tensors: list[torch.Tensor], contexts: list[Context], average: Average) -> list[Reduced]:
         halves = tuple(ctx.state.get("half", 0) for ctx in contexts) if self.alternate else None
-        whole, groups = self._arranged(tuple(t.shape for t in tensors), halves)
+        wanted = tuple(ctx.whole for ctx in contexts)
+        whole, groups = self._arranged(tuple(t.shape for t in tensors), wanted, halves)
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         plain = [wide(tensors[i]) for i in whole]
         batches = [self._batch(group, tensors, contexts, dtype) for group in groups]
@@ -99,17 +100,17 @@ class PowerSGD(Lossy):
                 results[i] = _shaped(mean, residual, tensors[i])
         return [results[i] for i in range(len(tensors))]
 
-    def in_place(self, tensors: list[torch.Tensor]) -> InPlace | None:
+    def in_place(self, tensors: list[torch.Tensor], contexts: list[Context]) -> InPlace | None:
         if self.alternate or self.rank > factors.MOST_RANK or tensors[0].dtype != torch.float32:
             return None
-        if not all(hot.serves(t) for t in tensors if t.dim() > 1):
+        whole, groups = self._arranged(tuple(t.shape for t in tensors), tuple(ctx.whole for ctx in contexts), None)
+        if not groups or not all(hot.serves(tensors[i]) for group in groups for i in group.places):
             return None
-        whole, groups = self._arranged(tuple(t.shape for t in tensors), None)
-        return Fused(self, tensors, whole, groups) if groups else None
+        return Fused(self, tensors, whole, groups)
 
     @lru_cache(maxsize=64)  # noqa: B019  # codecs are configurations, alike by their values
     def _arranged(
-        self, shapes: tuple[torch.Size, ...], halves: tuple[int, ...] | None
+        self, shapes: tuple[torch.Size, ...], wanted_whole: tuple[bool, ...], halves: tuple[int, ...] | None
     ) -> tuple[list[int], list[_Group]]:
         """Which tensors stay whole, and those to be factored, by shape and by the factor that is to be renewed.
 
@@ -117,7 +118,7 @@ class PowerSGD(Lossy):
         """
         whole, groups = list[int](), dict[tuple[int, int, bool], list[int]]()
         for i, shape in enumerate(shapes):
-            if self.factored(shape):
+            if self.factored(shape) and not wanted_whole[i]:
                 groups.setdefault((*_matrix(shape), halves is not None and bool(halves[i])), []).append(i)
             else:
                 whole.append(i)

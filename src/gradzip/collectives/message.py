@@ -57,7 +57,7 @@ class Message:
     def describe(self) -> str:
         """What all ranks must agree on."""
         if self.prepared is None:
-            self.prepared = Prepared(self.codec, [ctx.name for ctx in self.contexts], self.tensors)
+            self.prepared = Prepared(self.codec, self.tensors, self.contexts)
         first, words = self.contexts[0], self.prepared.words
         return (
             f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(self.tensors) - 1} more "
@@ -72,9 +72,10 @@ class Message:
 class Prepared:
     """What is found out once about gradients that travel together by a codec, and stay where they are."""
 
-    def __init__(self, codec: Codec, names: list[str], tensors: list[torch.Tensor]) -> None:
-        self.in_place = codec.in_place(tensors) if codec.rounds > 1 else None
-        self.words = f"layout {_digest(tuple(names), tuple(t.shape for t in tensors), tensors[0].dtype)}"
+    def __init__(self, codec: Codec, tensors: list[torch.Tensor], contexts: list[Context]) -> None:
+        names, shapes = tuple(ctx.name for ctx in contexts), tuple(t.shape for t in tensors)
+        self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
+        self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
         if self.in_place is not None:
             self.words += " in place"  # another order of sums: all ranks, or none
 
