@@ -110,6 +110,13 @@ took turns; *hook* is what gradzip's hook takes of backward, on the host.
 |---|---|---|---|---|---|
 """
 
+ALONE_HEAD = """
+The same where the rank codes as it would among others (`--alone`), so that only the wire is missing:
+
+| policy | forward | backward | optimizer | added to the step | hook |
+|---|---|---|---|---|---|
+"""
+
 
 def read(name: str) -> list[dict[str, str]]:
     with (HERE / "results" / name).open(newline="") as file:
@@ -179,11 +186,11 @@ def chunking_table() -> str:
 
 def cost_table() -> str:
     fields = ("forward_ms", "backward_ms", "optimizer_ms", "added_ms", "hook_ms")
-    lines = [
-        f"| `{r['policy']}` | " + " | ".join(f"{float(r[name]):.1f}" for name in fields) + " |"
-        for r in read("hook_cost.csv")
-    ]
-    return COST_HEAD + "\n".join(lines) + "\n"
+    lines: dict[str, list[str]] = {"0": [], "1": []}  # by whether it codes
+    for r in read("hook_cost.csv"):
+        lines[r["alone"]].append(f"| `{r['policy']}` | " + " | ".join(f"{float(r[n]):.1f}" for n in fields) + " |")
+    tables = COST_HEAD + "\n".join(lines["0"]) + "\n"
+    return tables + ALONE_HEAD + "\n".join(lines["1"]) + "\n" if lines["1"] else tables
 
 
 def page() -> str:
