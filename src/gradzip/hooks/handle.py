@@ -145,9 +145,9 @@ class Handle:
         `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `coding_seconds` and
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
         the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route (what
-        travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory` the bytes held from step to step, `history` what a policy
-        that learns has decided, `prediction` what the plan said of a step beside the median of the last ones,
-        `transport` what carries large messages.
+        travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
+        the bytes held from step to step, `history` what a policy that learns has decided, `prediction` what the plan
+        said of a step beside the median of the last ones, `transport` what carries large messages.
         """
         self._drain()
         with self._lock:
