@@ -96,6 +96,11 @@ def trained(rank: int) -> dict[str, Any]:
         each.train(STEPS + 5, STEPS + 7)
     out["resumed"] = same(run.parameters(), again.parameters())
     out["of two"] = of_two_messages()
+    if rank == 1:
+        hot.serves = lambda tensor: False  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) as raised:
+        start("powersgd:rank=2").step(0)
+    out["apart"] = str(raised.value)
     return out
 
 
@@ -135,6 +140,11 @@ def test_gradients_are_there_before_the_end_is_known(seen: list[dict[str, Any]])
         assert found["waited"] == (1, STEPS + 1), "a checkpoint waits for the end"
         assert found["next waited"], "and so does the next backward pass"
         assert found["of two"] == [False, True] * 2, "nothing comes before the last message"
+
+
+def test_ranks_without_kernels_are_found_out(seen: list[dict[str, Any]]) -> None:
+    """They would round differently, and replicas would drift apart."""
+    assert all("in place" in found["apart"] for found in seen)
 
 
 def test_a_step_that_failed_leaves_no_trace(seen: list[dict[str, Any]]) -> None:
