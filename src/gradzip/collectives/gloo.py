@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from . import sockets
 from .senders import Later, Senders
 
-SENDERS = 3  # threads that send data, where there are cores for them...
-QUEUE = 64 << 10  # ...and bytes that wait in a connection then
+SENDERS = 3  # threads that send data, where there are cores for them
+QUEUE = 64 << 10  # bytes that wait in a connection to another host, if queues are to be short
 _AT_ONCE = 1 << 16  # bytes that are handed to a socket in less time than to a thread
 _PROBE = (1 << 31) - 1  # a tag that nothing else has
 
@@ -57,19 +57,20 @@ class Gloo:
     """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
-        """`senders`: so many threads send larger data, and connections have short queues; 0: those that call `send`."""
+        """`senders`: so many threads send larger data; 0: those that call `send`."""
         self.rank, self.world = rank, world
-        self._sockets: set[sockets.Socket] = set()
+        self._sockets: dict[str, set[sockets.Socket]] = {}
         self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
         for name in ("rows", "data", "sums") if world > 1 else ():
             make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
             before = sockets.found()
             self._groups[name] = make()
-            made = sockets.found() - before
-            self._sockets |= made
-            if name == "data" and senders:
-                sockets.shorten_queues(made, QUEUE, world - 1)
+            self._sockets[name] = sockets.found() - before
+
+    def shorten_queues(self, flows: int) -> None:
+        """Lets little data wait in connections; at least so many carry some when this process sends."""
+        sockets.shorten_queues(self._sockets.get("data", ()), QUEUE, flows)
 
     def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> Rows:
         """Starts to send a row of numbers to some ranks and to receive one of the same length from others."""
@@ -147,7 +148,8 @@ class Gloo:
 
     def abort(self) -> None:
         """Breaks all connections, so that nobody waits on them any more."""
-        sockets.shut_down(self._sockets)
+        for connections in list(self._sockets.values()):
+            sockets.shut_down(connections)
 
     def close(self) -> None:
         """Drops the connections; nothing may be under way."""
