@@ -81,10 +81,11 @@ def test_queues_are_short_where_the_network_is_fast(monkeypatch: pytest.MonkeyPa
         with elsewhere, here:
             usual = [queue_of(elsewhere), queue_of(here)]
             monkeypatch.setattr(sockets, "_FAST", 1e15)  # no network answers soon enough for that
-            sockets.shorten_queues(made, 1 << 15, flows=3)
+            sockets.shorten_queues(made, 1 << 15, count=2)
+            monkeypatch.setattr(sockets, "_FAST", 0.0)
+            sockets.shorten_queues(made, 1 << 15, count=1)
             assert [queue_of(elsewhere), queue_of(here)] == usual
-            monkeypatch.undo()
-            sockets.shorten_queues(made, 1 << 15, flows=1 << 20)
+            sockets.shorten_queues(made, 1 << 15, count=2)
             assert [queue_of(elsewhere), queue_of(here)] == [1 << 16, usual[1]]
             sockets.shut_down(made)
             assert elsewhere.recv(1) == here.recv(1) == b""

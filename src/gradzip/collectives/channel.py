@@ -71,8 +71,8 @@ class Channel:
             self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
-        if device.type == "cuda" and len(topology.hosts) > 1:
-            self.gloo.shorten_queues(flows=len(topology.hosts) - 1)
+        if device.type == "cuda":
+            self.gloo.shorten_queues()
         self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
         self.buffers = Buffers(pinned=device.type == "cuda")
         self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)

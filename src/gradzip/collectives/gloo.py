@@ -68,9 +68,9 @@ class Gloo:
             self._groups[name] = make()
             self._sockets[name] = sockets.found() - before
 
-    def shorten_queues(self, flows: int) -> None:
-        """Lets little data wait in connections; at least so many carry some when this process sends."""
-        sockets.shorten_queues(self._sockets.get("data", ()), QUEUE, flows)
+    def shorten_queues(self) -> None:
+        """Lets little data wait in connections."""
+        sockets.shorten_queues(self._sockets.get("data", ()), QUEUE, self.world - 1)
 
     def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> Rows:
         """Starts to send a row of numbers to some ranks and to receive one of the same length from others."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _TCP_INFO_BYTES, _MIN_RTT_AT = 152, 148  # of Linux's struct tcp_info: microseconds, 4 bytes
-_FAST = 2 * 1.25e9  # bytes/s: more than all connections of a process carry together
+_FAST = 2 * 1.25e9  # bytes/s that one connection must be able to carry, by the time that an idle network answers in
 _LONGEST = 192 << 10  # bytes; a longer queue is not asked for, as the system may allow less than it would take itself
 
 
@@ -39,18 +39,20 @@ def shut_down(sockets: Iterable[Socket]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def shorten_queues(sockets: Iterable[Socket], queue: int, flows: int) -> None:
+def shorten_queues(sockets: Iterable[Socket], queue: int, count: int) -> None:
     """Lets about `queue` bytes wait in each connection to another host for being sent, not megabytes as usual.
 
     What waits in many sockets of a host is sent unevenly, and whoever waits for all waits for the last. It also leaves
-    the processor's caches. Where the network answers so slowly that `flows` such connections could not fill it, more
-    may wait, or as much as the system finds right.
+    the processor's caches. Where the network answers so slowly that one such connection could not fill it, more may
+    wait, or as much as the system finds right. Nothing is done if there are not `count` connections: some are not ours.
     """
+    if sum(1 for _ in _connections(sockets)) != count:
+        return
     for connection in _connections(sockets):
         with contextlib.suppress(OSError, AttributeError):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             seconds = int.from_bytes(info[_MIN_RTT_AT:], "little") * 1e-6
-            needed = max(queue, round(_FAST * seconds / flows))
+            needed = max(queue, round(_FAST * seconds))
             elsewhere = connection.getpeername()[0] != connection.getsockname()[0]
             if elsewhere and len(info) == _TCP_INFO_BYTES and needed <= _LONGEST:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, needed)

@@ -162,10 +162,8 @@ class OnGpu(Together):
         xs = [x for leaf in to_code for x in leaf.xs]
         if not pieces:
             return
-        rooms = [-(-body_bound(x.numel(), x.dtype) // ENTRY) * ENTRY for x in xs]
-        memory = torch.empty(sum(rooms), dtype=torch.uint8, device=xs[0].device)
-        floors, given = self._floors_of(pieces), self._books(pieces, job.book, memory.device)
-        outs = list(memory.split_with_sizes(rooms))
+        outs = [out for leaf in to_code for out in _rooms(leaf)]
+        floors, given = self._floors_of(pieces), self._books(pieces, job.book, xs[0].device)
         sizes = self._engine.encode_many(xs, job, outs, floors, given)
         bodies = [out[:size] for out, size in zip(outs, sizes)]
         start, there = 0, list[tuple[Leaf, list[torch.Tensor]]]()
@@ -183,7 +181,7 @@ class OnGpu(Together):
         if decoded:
             last = slice(len(xs) - sum(len(leaf.xs) for leaf in decoded), None)
             counts = [x.numel() for x in xs[last]]
-            values = list(torch.empty(sum(counts), device=memory.device).split_with_sizes(counts))
+            values = list(torch.empty(sum(counts), device=xs[0].device).split_with_sizes(counts))
             lengths = None if given is None else given[last]
             self._engine.decode_many(bodies[last], values, floors[last], shift, False, lengths)
             self._note(decoded, values, unit)
@@ -332,6 +330,12 @@ class OnGpu(Together):
 
     def _books(self, pieces: Sequence[Piece], book: int, device: torch.device) -> list[torch.Tensor] | None:
         return [books.lengths(book, piece.numel).to(device) for piece in pieces] if book else None
+
+
+def _rooms(leaf: Leaf) -> tuple[torch.Tensor, ...]:
+    """Memory for the bodies of a leaf; that of each leaf by itself, as those of this rank's own live longer."""
+    sizes = [-(-body_bound(x.numel(), x.dtype) // ENTRY) * ENTRY for x in leaf.xs]
+    return torch.empty(sum(sizes), dtype=torch.uint8, device=leaf.xs[0].device).split_with_sizes(sizes)
 
 
 def _heads(data: torch.Tensor, host: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
