@@ -25,6 +25,7 @@ from gradzip import Codec, Rules, backward
 from gradzip.codecs import lowrank
 from gradzip.codecs.base import Left
 from gradzip.engines.cuda import hot
+from gradzip.errors import GradzipWarning, PeerError
 
 STEPS = 4
 
@@ -38,6 +39,7 @@ class Slow:
     """A GPU that is not through when the last kernel has been launched."""
 
     def __init__(self) -> None:
+        self.dies = False
         self.may_end = threading.Event()
         self.may_end.set()
         inner = lowrank.Fused.reduce
@@ -45,6 +47,8 @@ class Slow:
         def reduce(fused: lowrank.Fused, *args: Any) -> Left:
             left = inner(fused, *args)
             self.may_end.wait(20)
+            if self.dies:
+                raise RuntimeError("the GPU is gone")
             return left
 
         lowrank.Fused.reduce = reduce  # type: ignore[method-assign, assignment]
@@ -96,6 +100,17 @@ def trained(rank: int) -> dict[str, Any]:
         each.train(STEPS + 5, STEPS + 7)
     out["resumed"] = same(run.parameters(), again.parameters())
     out["of two"] = of_two_messages()
+    slow.dies = True
+    run.step(STEPS + 8)  # says nothing: its gradients are there
+    for name in ("state_dict", "stats"):
+        try:
+            getattr(run.handle, name)()
+            out[name] = "fine"
+        except PeerError as error:
+            out[name] = str(error)
+    slow.dies = False
+    with pytest.warns(GradzipWarning, match="a step behind"):
+        run.handle.detach()
     if rank == 1:
         hot.serves = lambda tensor: False  # type: ignore[assignment]
     with pytest.raises(RuntimeError) as raised:
@@ -118,6 +133,7 @@ def of_two_messages() -> list[bool]:
     assert run.handle is not None
     run.train(0, 2)
     run.handle.detach()
+    backward.Backward._means_follow = inner  # type: ignore[method-assign]
     return given
 
 
@@ -145,6 +161,12 @@ def test_gradients_are_there_before_the_end_is_known(seen: list[dict[str, Any]])
 def test_ranks_without_kernels_are_found_out(seen: list[dict[str, Any]]) -> None:
     """They would round differently, and replicas would drift apart."""
     assert all("in place" in found["apart"] for found in seen)
+
+
+def test_a_state_that_is_a_step_behind_is_not_given_out(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert "a step behind" in found["state_dict"]
+        assert found["stats"] == "fine"
 
 
 def test_a_step_that_failed_leaves_no_trace(seen: list[dict[str, Any]]) -> None:

@@ -93,6 +93,7 @@ class Backward:
         self.results: Named = []  # where the means will be
         self._tickets: list[_Ticket] = []
         self._end: _Promise | None = None  # of the step
+        self.gave_early = False
         self.over = threading.Event()  # on_end has been called, and Memory is that of the next step
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
@@ -163,7 +164,9 @@ class Backward:
         late, soon = ([], named) if plain else named.parted(self.ways)
         if late:
             self._waiting.append(named)
-        ticket, future = self._ticket(buffer, of, held=bool(late) or self.check)
+        # Until the end of the step, where somebody still looks at means then: DDP returns with the last bucket.
+        held = bool(late) or self.check or (last and not self.early)
+        ticket, future = self._ticket(buffer, of, held)
         self.raw_bytes += buffer.numel() * buffer.itemsize
         ready = None
         if buffer.device.type == "cuda" and (last or len(late) < len(named)):
@@ -323,7 +326,8 @@ class Backward:
         """
         with self._lock:
             last = self._open == 1 and self.totals.error is None
-        if last and self.early and not self.check:
+            self.gave_early = last and self.early and not self.check
+        if self.gave_early:
             for ticket in self._tickets:
                 ticket.give()
 

@@ -243,6 +243,7 @@ class Fused(InPlace):
         self._columns = [shape.columns for shape in shapes]
         self._addresses = tuple(matrix.data_ptr() for matrix in self._matrices)
         self._last: list[torch.Tensor] = []  # the factors of the last step, which need no second look
+        self._fresh: dict[int, dict[int, torch.Tensor]] = {}  # by seed and number of rows
         self._flat: torch.Tensor | None = None  # for all that goes as it is
         self._parts: list[torch.Tensor] = []
 
@@ -289,7 +290,9 @@ class Fused(InPlace):
     def _starts(self, contexts: list[Context]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         """The factors to start from, as they are; and what replaces columns of zeros, by the number of rows."""
         like, seed = self._matrices[0], contexts[0].seed
-        fresh = {n: _random(n, self._rank, seed, like.device, like.dtype) for n in set(self._columns)}
+        if seed not in self._fresh:
+            self._fresh[seed] = {n: _random(n, self._rank, seed, like.device, like.dtype) for n in set(self._columns)}
+        fresh = self._fresh[seed]
         last = [ctx.state.get("q") for ctx in contexts]
         if self._last and all(map(operator.is_, last, self._last)):
             return self._last, fresh

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 0
 CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
+_BEHIND = "the exchange failed when the last gradients were in use already, so that this state is a step behind"
 _CODECS, _POLICY = "codecs", "policy/"  # keys of the state: which codec each parameter had, and what a policy learnt
 
 
@@ -93,6 +94,7 @@ class Handle:
         self._backward: Backward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
+        self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
         self._scheme = _Scheme({})
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
@@ -213,6 +215,9 @@ class Handle:
         if self._ahead is not None:
             self._ahead.remove()
         self._drain()
+        if self._behind:
+            self._warn(f"{_BEHIND}: {self.error}")
+            self._say()
         self._channel.leave()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -224,6 +229,8 @@ class Handle:
         torch.distributed.checkpoint, which keeps one copy of the others.
         """
         self._drain()
+        if self._behind:
+            raise PeerError(f"{_BEHIND}: {self.error}. Go on from the last checkpoint") from self.error
         codecs = {name: way.codec.name for name, way in self._ways.of(self._policy, 1.0).items()}
         state: dict[str, Value] = {
             "version": STATE_VERSION,
@@ -411,6 +418,7 @@ class Handle:
         with self._lock, torch.no_grad():
             if ended.totals.error is not None:
                 self.error = self.error or ended.totals.error
+                self._behind |= ended.gave_early
                 return
             self._totals.add(ended.totals)
             for kind, part in ended.parts.items():
