@@ -154,8 +154,9 @@ class Backward:
         until(promise.future, "exchange", of)
         return ticket, promise.future.then(functools.partial(_buffer_or_raise, ticket))
 
-    def take(self, buffer: torch.Tensor, named: Bucket, last: bool) -> Future:
+    def take(self, buffer: torch.Tensor, named: Named, last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
+        named = named if isinstance(named, Bucket) else Bucket(named)
         of = f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
         self.results += named
         if self.alone:
