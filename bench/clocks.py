@@ -101,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt2", "small"), default="small")
     parser.add_argument("--policy", default="powersgd:rank=4")
+    parser.add_argument("--batch", type=int, default=4, help="of gpt2")
     parser.add_argument("--steps", type=int, default=15)
     options = parser.parse_args()
     os.environ["GRADZIP_ALONE"] = "1"
@@ -111,10 +112,11 @@ def main() -> None:
     watch_all()
     run = hook_cost.start(options.policy, argparse.Namespace(model=options.model, fused=False), device)
     model = run.model.module
-    x = torch.randint(0, model.vocabulary, (4 if cuda else 1, model.length)).to(device)
+    x = torch.randint(0, model.vocabulary, (options.batch if cuda else 1, model.length)).to(device)
     steps = []
     for number in range(options.steps + 5):
-        loss = run.model(x)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            loss = run.model(x)
         run.optimizer.zero_grad()
         hook_cost._now(device)
         _moments.clear()

@@ -111,7 +111,8 @@ took turns; *hook* is what gradzip's hook takes of backward, on the host.
 """
 
 ALONE_HEAD = """
-The same where the rank codes as it would among others (`--alone`), so that only the wire is missing:
+The same where the rank codes as it would among others (`--alone`), so that only the wire is missing; on another,
+slower machine:
 
 | policy | forward | backward | optimizer | added to the step | hook |
 |---|---|---|---|---|---|
