@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Channel, Message, Outcome, open_channel, pipeline, route_of, submit
+from gradzip.collectives import Channel, Message, Outcome, open_channel, route_of, submit
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -20,7 +20,6 @@ HOSTS, LOCAL = 2, 2
 
 
 def connect(per_host: int = LOCAL) -> Channel:
-    pipeline.AHEAD["cpu"] = 1 << 14  # as on GPUs, but not enough for all
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     world = dist.group.WORLD
     assert world is not None

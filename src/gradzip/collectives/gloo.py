@@ -90,17 +90,10 @@ class Gloo:
         return int(number)
 
     def send(
-        self,
-        parts: Sequence[tuple[int, torch.Tensor]],
-        into: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-        awaited: Pending | None = None,
+        self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
     ) -> Pending:
-        """Starts to send bytes to ranks, and to receive from others into buffers that are not too small.
-
-        `awaited`: buffers that wait already, to be waited for together with these.
-        """
-        pending = awaited or Pending()
+        """Starts to send bytes to ranks, and to receive from others into buffers of exactly the right size."""
+        pending = Pending()
         self._issue(pending, "data", parts, into, tag)
         return pending
 

@@ -33,7 +33,7 @@ PART = 1 << 19
 # A chunk costs the host of a GPU about a millisecond, whatever its size, and coding it hardly anything: there whole
 # buckets overlap with each other, and a tensor is cut only where it would be a message by itself.
 PART_ON_GPU = 1 << 21
-_CHUNKS = 2  # of such a tensor, and one more for the short ends: enough for overlap (bench/chunking.py)
+_CHUNKS = 2  # of such a tensor, if it is not a very large one: enough for overlap
 
 
 def numel(layout: Layout) -> int:
@@ -67,7 +67,9 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     for number, size in enumerate(sizes):
         if cuttable and size > uncut:
             count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
-            result += [(Piece(number, a, b),) for a, b in _with_short_ends(size, count)]
+            on_gpu = part > PART  # there one chunk less is worth more than short ends (docs/log.md)
+            cut = parts(0, size, count) if on_gpu and count <= _CHUNKS else _with_short_ends(size, count)
+            result += [(Piece(number, a, b),) for a, b in cut]
             continue
         open_chunk.append(Piece(number, 0, size))
         filled += size

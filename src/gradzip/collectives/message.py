@@ -143,7 +143,8 @@ def submit(message: Message, channel: Channel, done: Callable[[Outcome], None]) 
     gathering = _Gathering(len(jobs), done)
     for job, outcome in jobs:
         job.done = gathering.one_done(outcome)
-    channel.pipeline.submit(*(job for job, _ in jobs))
+    for job, _ in jobs:
+        channel.pipeline.submit(job)
 
 
 class _Gathering:
@@ -220,9 +221,6 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
     for number, layout in enumerate(layouts):
         job, outcome = Job(agreement, _nothing(), _unset, crossing=_crossing(channel)), Outcome()
         job.steps = run(job, outcome, layout, first=number == 0)
-        if route.compresses:
-            carried = channel.carries(numel(layout) * message.dtype.itemsize)
-            job.expected = Executor(route, layout, coder, channel.groups, channel.world, None, carried).expected
         jobs.append((job, outcome))
     return jobs
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -27,13 +27,11 @@ from ..spans import span
 from .buffers import Buffers
 from .carrier import Carrier, Parcel
 from .gloo import Gloo, Pending
-from .inbox import Inbox, Inboxes
 from .terms import AllReduce, Exchange, Members, Parts, Steps
 
 ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
-AHEAD = {"cuda": 128 << 20}  # by device: bytes of buffers that may wait for data before their exchanges begin
 _EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
 _JOBS = 1 << 18  # after so many, tags are used again
 _SIZES = _JOBS * _EXCHANGES  # tags of questions for sizes start here
@@ -63,8 +61,6 @@ class Job:
     waiting: float = 0.0  # seconds in which a coding thread waited for data
     taken: list[torch.Tensor] = field(default_factory=list)  # buffers to hand back in the end
     carried: list[torch.Tensor] = field(default_factory=list)  # those of the carrier
-    expected: Callable[[], Iterable[Exchange]] | None = None  # exchanges that are sure to come, without what is sent
-    inbox: Inbox = field(default_factory=Inbox)
     # On a GPU, what one stage made and a later one uses. If Python let go of it there, the first stage's stream could
     # have the memory again while kernels of the later one still read it: torch orders reuse by the stream that made it.
     crossing: list[object] | None = None
@@ -126,8 +122,7 @@ class Pipeline:
         self._live: dict[Job, None] = {}
         self._count = 0
         self._agreements = 0
-        self._inboxes = Inboxes(gloo, groups, buffers, AHEAD.get(device.type, 0))
-        self._agree: SimpleQueue[tuple[Agreement, Sequence[Job]] | None] = SimpleQueue()
+        self._agree: SimpleQueue[Agreement | None] = SimpleQueue()
         self._code: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(STAGES + 1)]
         self._free = [threading.Semaphore(IN_FLIGHT) for _ in range(STAGES)]
         self._threads: list[threading.Thread] = []
@@ -135,28 +130,27 @@ class Pipeline:
 
     # -- for users ----------------------------------------------------------------------------------------------
 
-    def submit(self, *jobs: Job, elsewhere: bool = False) -> None:
-        """Takes the jobs of a message; all ranks submit the same ones in the same order.
+    def submit(self, job: Job, elsewhere: bool = False) -> None:
+        """Takes a job; all ranks submit the same ones in the same order.
 
-        Those that are done `elsewhere` are compared with the other ranks' and fail with the rest; `end` ends them.
+        One that is done `elsewhere` is compared with the other ranks' and fails with the rest; `end` ends it.
         """
         with self._changed:
             error = self.error
             if error is None:
+                job.number = self._count
+                self._count += 1
+                self._live[job] = None
                 if not self._threads:
                     self._run(self._agreeing, "agree")
                     self._add_stage()
-                for job in jobs:
-                    job.number = self._count
-                    self._count += 1
-                    self._live[job] = None
-                agreement = jobs[0].agreement
-                agreement.number = self._agreements
-                self._agreements += 1
-                self._agree.put((agreement, jobs))
-                for job in () if elsewhere else jobs:
+                if job.agreement.number < 0:
+                    job.agreement.number = self._agreements
+                    self._agreements += 1
+                    self._agree.put(job.agreement)
+                if not elsewhere:
                     self._code[0].put((job, None))
-        for job in jobs if error is not None else ():
+        if error is not None:
             job.done(job, error)
 
     def end(self, job: Job) -> None:
@@ -218,39 +212,21 @@ class Pipeline:
             free.release()
 
     def _agreeing(self) -> None:
-        """Compares with the others what each is about to do, message by message; then buffers wait for what comes."""
+        """Compares with the others what each is about to do, message by message."""
         others = [rank for rank in range(self._gloo.world) if rank != self._gloo.rank]
-        row = torch.zeros(2, dtype=torch.int64)
-        try:
-            coming = self._gloo.send_row(row, (), others, 0)  # waits before it is sent, like data: see inbox.py
-            while (item := self._agree.get()) is not None:
-                agreement, jobs = item
-                if self._probe:
-                    self._probe("agree", 0, agreement.number)
-                own = torch.tensor([ROW_VERSION, digest(agreement.what)])
-                sent = self._gloo.send_row(own, others, (), agreement.number % _JOBS)
-                coming.wait()
-                if any(not torch.equal(theirs, own) for theirs in coming.received.values()):
+        while (agreement := self._agree.get()) is not None:
+            if self._probe:
+                self._probe("agree", 0, agreement.number)
+            own = torch.tensor([ROW_VERSION, digest(agreement.what)])
+            try:
+                rows = self._gloo.send_row(own, others, others, agreement.number % _JOBS)
+                rows.wait()
+                if any(not torch.equal(row, own) for row in rows.received.values()):
                     raise self._disagree(agreement)
-                agreement.reached.set()
-                sent.wait()
-                coming = self._gloo.send_row(row, (), others, (agreement.number + 1) % _JOBS)
-                self._open_early(jobs)
-        except BaseException as error:
-            self.fail(self.error or self._on_error(error))
-
-    def _open_early(self, jobs: Sequence[Job]) -> None:
-        """In about the order in which exchanges will begin, as far as that is known and there is room."""
-        if not self._inboxes.ahead:
-            return
-        expected = [
-            (place + 2 * stage, job, wanted)  # a chunk's next exchange begins when about two more chunks have gone
-            for place, job in enumerate(jobs)
-            for stage, wanted in enumerate(job.expected() if job.expected is not None else ())
-        ]
-        for _, job, wanted in sorted(expected, key=lambda one: one[0]):
-            if self.carrier is None or not wanted.carried:
-                self._inboxes.open_early(job.inbox, wanted, job.tag(wanted), job.taken)
+            except BaseException as error:
+                self.fail(self.error or self._on_error(error))
+                return
+            agreement.reached.set()
 
     def _coding(self, stage: int) -> None:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -291,9 +267,6 @@ class Pipeline:
         try:
             with span("code", job.agreement.what):
                 return job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration:
-            assert not job.inbox.arriving, "buffers wait for what nobody sends"
-            raise
         finally:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # the next stage has a stream of its own
@@ -324,17 +297,22 @@ class Pipeline:
         if self.carrier is not None and wanted.carried and group.size > 1:
             return self._carry(self.carrier, job, wanted, group)
         most = wanted.most if wanted.most is not None else self._ask_sizes(job, wanted, group)
-        arriving = self._inboxes.open(job.inbox, wanted, most, job.tag(wanted), job.taken)
-        arriving.parts[group.rank] = wanted.send[group.rank]
-        sends = []
+        parts: Parts = [None] * group.size
+        parts[group.rank] = wanted.send[group.rank]
+        into, sends = [], []
         for step in range(1, group.size):  # every member starts with another one
-            j = (group.rank + step) % group.size
-            part = wanted.send[j]
+            i, j = (group.rank - step) % group.size, (group.rank + step) % group.size
+            size, part = most[i], wanted.send[j]
+            if size is not None:
+                buffer = self._buffers.take(size)
+                job.taken.append(buffer)
+                parts[i] = buffer[:size]
+                if size:
+                    into.append((group.ranks[i], buffer[:size]))
             if part is not None and part.numel():
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
-        self._gloo.send(sends, (), job.tag(wanted), arriving.pending)
-        return _Transfer(arriving.pending, arriving.parts, job.agreement.what)
+        return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
 
     def _carry(self, carrier: Carrier, job: Job, wanted: Exchange, group: Members) -> _Carried:
         assert wanted.most is not None
@@ -385,7 +363,6 @@ class Pipeline:
             if job.ended:
                 return
             job.ended = True
-        self._inboxes.close(job.inbox)
         if error is None:
             self._buffers.give(job.taken)
             if self.carrier is not None:
