@@ -3,6 +3,7 @@
 layout      stretches of tensors: how they are dealt out and cut into chunks
 terms       what the parts below say to each other
 executor    runs any route of routes.py on a chunk; says what is to be exchanged, sends nothing itself
+mean        the mean of one flat tensor, without the executor
 coder       codes stretches: frames, floors, error feedback
 together    codes many of them in one call of an engine
 message     gradients that travel together, and the jobs they become

@@ -30,6 +30,7 @@ from .coder import TensorCoder, all_finite, cuttable
 from .executor import Executor
 from .flat import flatten, unflatten
 from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
+from .mean import WHERE, averaging
 from .pipeline import Agreement, Job
 from .terms import AllReduce, How, Parts, Steps
 
@@ -329,9 +330,7 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
     sums = list[torch.Tensor]()
 
     def average(flat: torch.Tensor) -> None:
-        plain, carried = _Plain(flat.view(-1)), channel.carries(flat.numel() * flat.itemsize)
-        groups = channel.groups
-        steps = Executor(NAMED[ALLREDUCE], plain.layout, plain, groups, channel.world, None, carried).steps()
+        steps = averaging(flat.view(-1), channel.groups[WHERE], channel.carries(flat.numel() * flat.itemsize))
         received: Parts | None = None
         while True:
             try:
