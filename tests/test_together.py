@@ -31,7 +31,10 @@ CODECS = (
     *("gcomp", "gcomp:ulps=4096", "gcomp:mode=paper", "gcomp:mode=lossless,book=shared", "gcomp:book=shared"),
     *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless", "gcomp:own=lossless,book=shared"),
 )
-ON_GPU = ("gcomp:mode=lossless", "gcomp:keep=3", "gcomp:book=shared", "gcomp:ulps=4096,own=lossless")
+ON_GPU = (
+    *("gcomp:mode=lossless", "gcomp:keep=3", "gcomp:ulps=4096", "gcomp:book=shared"),
+    *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless"),
+)
 WORLD, SIZES, FEW, STEPS = 3, (4200, 2, 0, 300), (300, 2, 0, 500), 2
 
 
