@@ -74,11 +74,17 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
     return process
 
 
+def _wait_for(number: range, mark: str) -> int:
+    """How many processes have the mark, as soon as they are as many as wanted."""
+    deadline = time.monotonic() + 30
+    while (count := len(_marked(mark))) not in number and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return count
+
+
 def _assert_gone(mark: str) -> None:
     """The kernel needs a moment to take a namespace apart after its first process."""
-    deadline = time.monotonic() + 30
-    while _marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    _wait_for(range(1), mark)
     left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in _marked(mark)]
     assert left == []
 
@@ -88,7 +94,8 @@ def test_ctrl_c_on_the_command_line_leaves_nothing(environment: dict[str, str]) 
     before = _traces()
     command = [sys.executable, "-m", "gradzip", "emulate", "--hosts", "2", "--no-measure"]
     process = _start([*command, "--", "sh", "-c", ESCAPING], environment)
-    assert len(_marked(environment[MARK])) >= 9, "parent, unshare, supervisor, and three of each rank"
+    # A process shows no environment while it becomes another program, as those of a rank do when it says that it is up.
+    assert _wait_for(range(9, 100), environment[MARK]) >= 9, "parent, unshare, supervisor, and three of each rank"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
