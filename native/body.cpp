@@ -263,6 +263,8 @@ uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word) {
     return total;
 }
 
+int32_t gz_version(void) { return GZ_VERSION; }
+
 const char* gz_isa(void) { return chosen().load()->name; }
 
 const char* gz_available_isas(void) {

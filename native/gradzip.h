@@ -23,6 +23,10 @@
 extern "C" {
 #endif
 
+// Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
+#define GZ_VERSION 4
+GZ_API int32_t gz_version(void);
+
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
 enum gz_mode { GZ_LOSSLESS = 0, GZ_KEEP = 1, GZ_NEAR = 2, GZ_PAPER = 3 };
 

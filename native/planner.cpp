@@ -133,8 +133,6 @@ class Combinations {
 
 extern "C" {
 
-GZ_API int32_t gz_plan_version(void) { return GZ_PLAN_VERSION; }
-
 GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem) { return new gz_planner(*problem); }
 
 GZ_API void gz_plan_close(gz_planner* planner) { delete planner; }

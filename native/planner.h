@@ -23,10 +23,6 @@ typedef struct {
 
 typedef struct gz_planner gz_planner;
 
-// Raised with every change of this file, so that a caller can tell a library that is older than itself.
-#define GZ_PLAN_VERSION 3
-GZ_API int32_t gz_plan_version(void);
-
 GZ_API gz_planner* gz_plan_open(const gz_plan_problem* problem);
 GZ_API void gz_plan_close(gz_planner* planner);
 

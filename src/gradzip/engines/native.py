@@ -15,6 +15,7 @@ from ..errors import Corrupt, EngineError, Truncated, Unsupported
 from .layout import Floor, Job, float_layout, segments_of
 
 NAME = "native"
+VERSION = 4  # of native/gradzip.h and planner.h
 
 _MODES = {"lossless": 0, "keep": 1, "near": 2, "paper": 3}
 
@@ -71,6 +72,10 @@ def _load() -> ctypes.CDLL:
     elif not Path(path).is_file():
         raise ImportError(f"GRADZIP_LIBRARY={path} is not a file")
     library = ctypes.CDLL(path)
+    if not hasattr(library, "gz_version") or library.gz_version() != VERSION:
+        raise ImportError(
+            f"{path} was built from another version of gradzip's source: build it again (`make native` or `make setup`)"
+        )
     i32, i64, u64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
     signatures = {
         "gz_encode": (i64, [pointer, pointer, u64, pointer, pointer, pointer, u64, i32]),

@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import engines
-from ..errors import EngineError
 
-VERSION = 3  # of native/planner.h
 Plan = npt.NDArray[np.int32]  # for each decision, the number of its option
 
 
@@ -58,10 +56,6 @@ class Change:
 
 def _library() -> ctypes.CDLL:
     library: ctypes.CDLL = engines.load("native")._library
-    if not hasattr(library, "gz_plan_version") or library.gz_plan_version() != VERSION:
-        raise EngineError(
-            "the native library is older than this planner: build it again (`make native` or `make setup`)"
-        )
     i32, pointer = ctypes.c_int32, ctypes.c_void_p
     for name, result, arguments in (
         ("gz_plan_open", pointer, [pointer]),
