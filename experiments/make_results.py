@@ -1,38 +1,33 @@
 """Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
 
 What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
-powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables.
+powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables. To see what
+tiny forms would look like on it: python experiments/make_results.py --results FOLDER --tiny --out page.md
 """
 
 from __future__ import annotations
 
-import csv
+import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import published
+from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, seen, table
 from published import Published
+from rank_sections import allreduce, gpt, real_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "gcomp"))
 import rows as gcomp_rows  # noqa: E402
 
 PAGE = HERE.parent / "docs/results.md"
-NOT_RUN = "not run yet"
 NO_DATA = "not run: the data is not at hand"
 
-Row = dict[str, str]
 DIAL = list(gcomp_rows.DIAL)
 CLEAR = 0.5  # points between two rows of a published table that count as a difference
 
-TASKS = {
-    "gcomp-cifar": "ResNet-18 on CIFAR-10, SGD with momentum",
-    "gcomp-sst2-adamw": "MiniLM on SST-2, AdamW",
-    "gcomp-sst2-sgd": "MiniLM on SST-2, SGD with momentum",
-    "gcomp-enwik8": "GPT of 10.8 M parameters on enwik8, AdamW",
-}
 NETS = {
     "accordion-resnet18": "ResNet-18, CIFAR-10",
     "accordion-vgg19bn": "VGG-19bn, CIFAR-10",
@@ -40,52 +35,6 @@ NETS = {
     "accordion-resnet18-100": "ResNet-18, CIFAR-100",
     "accordion-senet-100": "SENet, CIFAR-100",
 }
-
-
-def read(path: str) -> list[Row]:
-    full = HERE / path
-    if not full.exists():
-        return []
-    with full.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if not row.get("limit")]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def of(rows: list[Row], **wanted: str) -> list[Row]:
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def floats(rows: list[Row], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if row[key]]
-
-
-def figure(values: Sequence[float], digits: int = 2) -> str:
-    """A mean, and how far the seeds lie apart."""
-    if not values:
-        return NOT_RUN
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f}, {len(values)} seeds)"
-
-
-def mean_of(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.fmean(values):.{digits}f}" if values else ""
-
-
-def seen(rows: list[Row]) -> str:
-    """What the rows of a table have in common."""
-    if not rows:
-        return ""
-    parts = []
-    for key, word in (("epochs", "epochs"), ("workers", "workers"), ("device", "")):
-        values = sorted({row[key] for row in rows})
-        parts.append(f"{' and '.join(values)} {word}".strip())
-    return f"Ours: {', '.join(parts)}."
 
 
 def ordering(rows: list[Row], paper: Mapping[str, Published], higher_is_better: bool = True) -> str:
@@ -110,7 +59,7 @@ def ordering(rows: list[Row], paper: Mapping[str, Published], higher_is_better: 
 # --- Sections --------------------------------------------------------------------------------------------------------
 
 
-def powersgd() -> str:
+def powersgd(read: Results) -> str:
     rows, times = read("powersgd/results.csv"), read("powersgd/times.csv")
 
     def lines(task: str, paper: Mapping[str, Published], policies: Mapping[str, str]) -> list[list[str]]:
@@ -126,6 +75,8 @@ def powersgd() -> str:
 
     head = ["", "ours", "paper", "MiB per epoch", "paper, MB", "ms per batch, 4 ranks at 10 Gbit/s", "paper, 16 GPUs"]
     cifar, lstm = of(rows, task="powersgd-cifar"), of(rows, task="powersgd-wikitext")
+    more = of(rows, task="powersgd-cifar-32")
+    ran = {name: theirs for name, theirs in published.POWERSGD_CIFAR.items() if of(more, row=name)}
     plain = {"plain": "plain"}
     return "\n\n".join(
         part
@@ -137,6 +88,11 @@ def powersgd() -> str:
             seen(cifar),
             table(head, lines("powersgd-cifar", published.POWERSGD_CIFAR, plain)),
             ordering(cifar, published.POWERSGD_CIFAR),
+            "The same with four times the steps: batches of 32 instead of 128 pictures for each worker, and so four "
+            f"times the MiB of an epoch.{'' if more else f' It was {NOT_RUN}.'}",
+            seen(more),
+            table(head, lines("powersgd-cifar-32", ran, plain)) if more else "",
+            ordering(more, ran),
             "LSTM of 3 x 650 units on WikiText-2, perplexity on the test part; our vocabulary has 33,278 words, the "
             "paper's 28,869.",
             seen(lstm),
@@ -147,7 +103,7 @@ def powersgd() -> str:
     )
 
 
-def accordion() -> str:
+def accordion(read: Results) -> str:
     rows, lines, orders = read("accordion/results.csv"), list[list[str]](), list[str]()
     for task, net in NETS.items():
         paper: dict[str, Published | None] = dict(published.ACCORDION[task])
@@ -195,7 +151,7 @@ def deviation(row: Row, plain: list[Row]) -> float | None:
     return statistics.fmean(abs(a - b) for a, b in pairs)
 
 
-def dial() -> str:
+def dial(read: Results) -> str:
     rows, parts = read("gcomp/results.csv"), list[str]()
     for task, title in TASKS.items():
         own = of(rows, task=task)
@@ -236,7 +192,7 @@ def dial() -> str:
     return "\n\n".join([intro, *parts])
 
 
-def rates() -> str:
+def rates(read: Results) -> str:
     rows, parts = read("gcomp/rates.csv"), list[str]()
     for task, title in TASKS.items():
         own = of(rows, task=task, seed="0")
@@ -261,7 +217,7 @@ def rates() -> str:
     return "\n\n".join([intro, *parts])
 
 
-def stale() -> str:
+def stale(read: Results) -> str:
     rows, lines = read("gcomp/stale.csv"), list[list[str]]()
     for task, title in TASKS.items():
         for symbols in ("raw", "relative"):
@@ -280,75 +236,6 @@ def stale() -> str:
     return "\n\n".join([intro, table(head, [*theirs, *lines]), "" if lines else NOT_RUN]).rstrip()
 
 
-def _times(path: str, title: str, intro: str, extra: str, target: Callable[[Row], str]) -> str:
-    rows = read(path)
-    lines = [
-        [row["task"], row["network"], f"`{row['policy']}`", row["steps"], row["median_ms"], row["ratio"], row["loss"],
-         row["value"], row["seconds"], target(row), row["replicas_differing"]]
-        for row in rows
-    ]  # fmt: skip
-    head = ["task", "network", "policy", "steps", "ms per step", "ratio", "loss", "in the end", "seconds", extra]
-    head.append("replicas differing")
-    return "\n\n".join([f"## {title}", intro, table(head, lines) if lines else NOT_RUN])
-
-
-def reached(row: Row) -> str:
-    """Seconds until the row's evaluations reach the goal of its task."""
-    goals = {"gcomp-cifar": (75.0, True), "gcomp-sst2-adamw": (88.0, True)}
-    if row["task"] not in goals:
-        return ""
-    goal, higher = goals[row["task"]]
-    pairs = (item.split(":") for item in row["evaluations"].split())
-    return next((at for at, value in pairs if (float(value) >= goal) == higher), "never")
-
-
-def real_ranks() -> str:
-    intro = (
-        "Figures 15 and 20: four NCCL ranks that share a GPU, each with an emulated network card "
-        "(`gradzip emulate --gpu-share`), evaluation not counted. The goal is 75 % on CIFAR-10 and 88 % on SST-2."
-    )
-    return _times("gcomp/times.csv", "GComp: time to accuracy", intro, "s to goal", reached)
-
-
-def allreduce() -> str:
-    rows = read("gcomp/allreduce.csv")
-    lines = [
-        [row["network"], f"`{row['codec']}`", row["route"], f"{float(row['bytes']) / 1e6:.0f}",
-         *(f"{float(row[key]):.{digits}f}" for key, digits in (("milliseconds", 0), ("speedup", 2), ("ratio", 2)))]
-        for row in rows
-    ]  # fmt: skip
-    intro = (
-        "## GComp: all-reduce against general compressors\n\nFigure 10. The paper: GComp 61.6 % (ResNet-50) and 47.0 % "
-        "(BERT-base) of the raw time by its text, 72 and 54 % by its bars; zstd 121 and 94 %, zlib 234 and 264 %."
-    )
-    head = ["network", "codec", "route", "MB", "ms", "times as fast as native FP32", "ratio"]
-    return f"{intro}\n\n{table(head, lines) if lines else NOT_RUN}"
-
-
-def gpt() -> str:
-    intro = (
-        "GPT-2 small (124 M parameters, BF16 autocast, AdamW) on the words of enwik8, four NCCL ranks that share a "
-        "GPU. Each policy trains for the same wall time; *loss* is the training loss of its last ten steps, *in the "
-        "end* that on text that was held out."
-    )
-    return _times(
-        "gpt/results.csv", "A modern workload", intro, f"loss after {', '.join(map(str, SECONDS))} s", over_time
-    )
-
-
-SECONDS = (3, 6, 9, 12, 15)
-
-
-def over_time(row: Row) -> str:
-    """The training loss at some moments; nothing where no step had ended."""
-    points = [tuple(map(float, item.split(":"))) for item in row["losses"].split()]
-    found = []
-    for moment in SECONDS:
-        before = [loss for at, loss in points if at <= moment]
-        found.append(f"{before[-1]:.2f}" if before else "-")
-    return " / ".join(found)
-
-
 INTRO = """# Results
 
 The experiments of the papers that gradzip is made of, run again with gradzip's code on real data. This page is written
@@ -363,16 +250,35 @@ an emulated network. One schedule for all rows of a table; a figure with a range
 SECTIONS = (powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
 
 
-def page() -> str:
+def page(read: Results) -> str:
     parts = [INTRO]
     for section in SECTIONS:
-        parts.append(section())
-        notes = HERE / "notes" / f"{section.__name__}.md"
+        parts.append(section(read))
+        notes = _notes(section.__name__)
         if notes.exists():
             parts.append(notes.read_text().strip())
     return "\n\n".join(parts) + "\n"
 
 
+def _notes(section: str) -> Path:
+    return HERE / "notes" / f"{section}.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE, help="the folder that has a folder for each experiment")
+    parser.add_argument("--tiny", action="store_true", help="also rows of tiny forms of the tasks")
+    parser.add_argument("--out", type=Path, default=PAGE)
+    options = parser.parse_args()
+    if options.out == PAGE and (options.tiny or options.results != HERE):
+        parser.error("--results and --tiny need --out: they do not belong onto the page")
+    text = page(Results(options.results, options.tiny))
+    options.out.write_text(text)
+    print(f"{options.out}: {text.count(NOT_RUN)} places are not run yet")
+    silent = [section.__name__ for section in SECTIONS if not _notes(section.__name__).exists()]
+    if silent:
+        print(f"no notes say what these show: {', '.join(silent)} (experiments/notes/NAME.md)")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"{PAGE}: {page().count(NOT_RUN)} places are not run yet")
+    main()

@@ -4,18 +4,25 @@
         --policies 'plain;torch bf16;gcomp' --epochs 3 --network '10 Gbit/s' --data DATA --csv gcomp/times.csv
 
 Rank r takes worker r's batches of the task (workers/tasks.py). Evaluation stops the clock. A policy is `plain` (DDP by
-itself), one of torch's own hooks (`torch bf16`, `torch powersgd 4`), `auto` (gradzip's plan), or a policy of gradzip's.
-Rows that the file has already (task, network, policy) are not run again. All replicas must have the same parameters in
-the end, or the row says how many differ.
+itself), one of torch's own hooks (`torch bf16`, `torch powersgd 4`), `plan NAME` (NAME.json of --plans), `auto`, or a
+policy of gradzip's. Rows that the file has already (task, network, policy) are not run again. All replicas must have
+the same parameters in the end, or the row says how many differ.
+
+Where the network is so slow that processors and GPU idle, several clusters may run side by side: with `--clusters 4` 16
+ranks are four clusters of 4, which take the policies in turn and share nothing but the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +41,8 @@ from workers.tasks import TASKS, Task  # noqa: E402
 from workers.training import set_rate  # noqa: E402
 
 FIELDS = (
-    *("task", "network", "policy", "ranks", "steps", "seconds", "median_ms", "least_ms", "ratio", "metric", "value"),
-    *("loss", "replicas_differing", "device", "limit", "evaluations", "losses"),
+    *("task", "network", "policy", "ranks", "steps", "seconds", "median_ms", "least_ms", "ratio", "beside"),
+    *("metric", "value", "loss", "replicas_differing", "device", "limit", "evaluations", "losses"),
 )
 WARM = 5  # steps that do not count for the median
 
@@ -63,7 +70,7 @@ class Clock:
         self.seconds = self.now()
 
 
-def attach(what: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
+def attach(what: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, plans: Path) -> Any:
     if what == "plain":
         return None
     if what == "torch bf16":
@@ -78,7 +85,9 @@ def attach(what: str, model: DistributedDataParallel, optimizer: torch.optim.Opt
         state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=0.5)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return None
-    return gradzip.attach(model, optimizer, what if what == "auto" else policy_of(what))
+    if what.startswith("plan "):
+        return gradzip.attach(model, optimizer, gradzip.Plan.load(plans / f"{what.removeprefix('plan ')}.json"))
+    return gradzip.attach(model, optimizer, "auto:save=" if what == "auto" else policy_of(what))
 
 
 def train(what: str, options: argparse.Namespace, device: torch.device, group: Any) -> dict[str, Any]:
@@ -89,8 +98,8 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
     torch.manual_seed(1000 * options.seed + rank)
     model = DistributedDataParallel(task.model, device_ids=[device.index] if device.type == "cuda" else None)
     task.model = model  # type: ignore[assignment]  # so that its loss goes through DDP
-    handle = attach(what, model, task.optimizer)
-    total = task.epochs * task.steps
+    handle = attach(what, model, task.optimizer, options.plans)
+    total = round(task.epochs * task.steps)
     every = max(1, options.evaluate_every)
     clock, times, losses = Clock(device, group), list[float](), list[tuple[float, torch.Tensor]]()
     evaluations, step, going = list[tuple[float, float]](), 0, True
@@ -122,12 +131,13 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
     dist.all_reduce(mean, group=group)
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    milliseconds = [1e3 * t for t in slowest.tolist()[WARM if step > 2 * WARM else 1 :]]
+    milliseconds = [1e3 * t for t in slowest.tolist()[WARM if step > 2 * WARM else min(1, step - 1) :]]
     row = {
         "task": options.task, "network": options.network, "policy": what, "ranks": world, "steps": step,
         "seconds": round(clock.seconds, 2), "median_ms": round(statistics.median(milliseconds), 2),
         "least_ms": round(min(milliseconds), 2),
-        "ratio": round(float(handle.stats()["ratio"]), 3) if handle is not None else "", "metric": task.metric,
+        "ratio": round(float(handle.stats()["ratio"]), 3) if handle is not None else "", "beside": options.clusters - 1,
+        "metric": task.metric,
         "value": round(evaluations[-1][1], 4), "loss": round(float(mean[-10:].mean()) / world, 5),
         "replicas_differing": _differing(model, group),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "limit": options.limit or "",
@@ -163,6 +173,23 @@ def _differing(model: DistributedDataParallel, group: Any) -> int:
     return sum(bool((other != gathered[0]).any()) for other in gathered)
 
 
+@contextlib.contextmanager
+def joined(backend: str, clusters: int) -> Iterator[int]:
+    """In the process group of this rank's cluster; which of the clusters that is."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = world // clusters
+    if size * clusters != world:
+        raise SystemExit(f"{world} ranks cannot be {clusters} clusters of the same size")
+    cluster, own = divmod(rank, size)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0)
+    dist.init_process_group(backend, store=dist.PrefixStore(f"cluster {cluster}", store), rank=own, world_size=size)
+    yield cluster
+    dist.destroy_process_group()
+    store.set(f"rank {rank} is done", "")
+    if rank == 0:  # the others still need what it stores
+        store.wait([f"rank {other} is done" for other in range(world)], timedelta(hours=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), required=True)
@@ -171,28 +198,31 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--network", default="", help="what to call the network in the file")
     parser.add_argument("--seconds", type=float, default=1e6, help="of training, for each policy")
-    parser.add_argument("--epochs", type=int, help="instead of the task's own; the schedule is stretched to it")
+    parser.add_argument("--epochs", type=float, help="instead of the task's own; the schedule is stretched to it")
     parser.add_argument("--evaluate-every", type=int, default=10**9, metavar="STEPS", help="besides the end")
     parser.add_argument("--check", type=int, default=5, metavar="STEPS", help="look at the clock every so many steps")
+    parser.add_argument("--clusters", type=int, default=1, metavar="N", help="side by side, each with 1/N of the ranks")
+    parser.add_argument("--plans", type=Path, default=Path(), metavar="FOLDER", help="where the plans are")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="a tiny form of the task, to try it out")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo")
-    group = dist.new_group(backend="gloo")
-    done = [[(row["task"], row["network"], row["policy"]) for row in read(options.csv)]]
-    dist.broadcast_object_list(done, 0, group=group)
-    for what in [policy for policy in options.policies.split(";") if policy]:
-        if (options.task, options.network, what) in done[0]:
-            continue
-        row = train(what, options, device, group)
-        gc.collect()
-        if dist.get_rank() == 0:
-            append(options.csv, [row], FIELDS)
-            print("  ".join(f"{key}={row[key]}" for key in FIELDS[:-2]), flush=True)
-    dist.destroy_process_group()
+    with joined("nccl" if cuda else "gloo", options.clusters) as cluster:
+        group = dist.new_group(backend="gloo")
+        done = [[(row["task"], row["network"], row["policy"]) for row in read(options.csv)]]
+        dist.broadcast_object_list(done, 0, group=group)
+        for what in [policy for policy in options.policies.split(";") if policy][cluster :: options.clusters]:
+            if (options.task, options.network, what) in done[0]:
+                continue
+            row = train(what, options, device, group)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()  # the others may need it
+            if dist.get_rank() == 0:
+                append(options.csv, [row], FIELDS)
+                print("  ".join(f"{key}={row[key]}" for key in FIELDS[:-2]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,99 @@
 #!/bin/sh
 # What the tables need of real ranks: four that share a GPU, each with an emulated network card. As root.
 #
-#     experiments/real_ranks.sh DATA [PART ...]      PART: batch, accuracy, sentences, allreduce, gpt10, gpt1 (all)
+#     experiments/real_ranks.sh DATA [PART ...]
 #
-# Rows that are there already are not run again (allreduce's are appended), so it may be broken off and called again.
-# With LIMIT=256 it runs tiny forms, to see whether everything works: set OUT to a folder for their rows.
-set -e
+#     batch       milliseconds per batch of PowerSGD's tables              10 Gbit/s
+#     accuracy    GComp's Figures 15 and 20: ResNet-18 on CIFAR-10         10 Gbit/s
+#     sentences   the same: MiniLM on SST-2                                10 Gbit/s
+#     allreduce   GComp's Figure 10                                        10 Gbit/s
+#     plans       profiles GPT-2 and plans for 10 and 1 Gbit/s, into OUT/gpt/plans
+#     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
+#     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
+#
+# Without PART: all, in an order in which each finds what it needs. Rows that are there already are not run again
+# (allreduce's are appended), so it may be broken off and called again; a part that fails does not keep the others from
+# running. Rows are written as they come.
+#
+# With LIMIT=256 it runs tiny forms, to see whether everything works: set OUT to a folder for their rows, and
+# EMULATE=" " where there is no GPU. GPT10_SECONDS, GPT1_SECONDS and BATCH_SECONDS say how long each row trains.
 here=$(cd "$(dirname "$0")" && pwd)
 data=$1
 shift
 python=${PYTHON:-python3}
 out=${OUT:-$here}
+plans=$out/gpt/plans
 options=${LIMIT:+--limit $LIMIT}
-parts=${*:-batch accuracy allreduce gpt10 gpt1 sentences}
-mkdir -p "$out/powersgd" "$out/gcomp" "$out/gpt"
+parts=${*:-plans gpt10 gpt1 accuracy allreduce batch sentences}
+mkdir -p "$out/powersgd" "$out/gcomp" "$plans"
 
-ranks() { # rate in Gbit/s, then what each rank runs
-    rate=$1
-    shift
-    "$python" -m gradzip emulate ${EMULATE:---gpu-share} --hosts 4 --rate "${rate}gbit" -- "$@"
+ranks() { # hosts, rate in Gbit/s, then what each rank runs
+    hosts=$1
+    rate=$2
+    shift 2
+    "$python" -m gradzip emulate ${EMULATE:---gpu-share} --hosts "$hosts" --rate "${rate}gbit" -- "$@"
 }
 
-train() { # rate, then options of real_ranks.py
-    rate=$1
-    shift
-    ranks "$rate" "$python" "$here/real_ranks.py" --data "$data" --network "$rate Gbit/s" $options "$@"
+train() { # hosts, rate, then options of real_ranks.py
+    hosts=$1
+    rate=$2
+    shift 2
+    ranks "$hosts" "$rate" "$python" "$here/real_ranks.py" --data "$data" --network "$rate Gbit/s" $options "$@"
 }
 
-dial='plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;gcomp:ulps=65536;gcomp:keep=5,round=truncate,feedback=false'
-for part in $parts; do
-    case $part in
-    batch) # PowerSGD's ms per batch
-        train 10 --task powersgd-cifar --epochs 1 --seconds "${SECONDS_EACH:-4}" --csv "$out/powersgd/times.csv" --policies \
+plan() { # rate, name, then options
+    rate=$1
+    name=$2
+    shift 2
+    "$python" -m gradzip plan "$plans/profile.json" --inter "${rate}gbit" --out "$plans/$name.json" "$@"
+}
+
+run() {
+    case $1 in
+    batch)
+        train 4 10 --task powersgd-cifar --epochs 1 --seconds "${BATCH_SECONDS:-3}" --csv "$out/powersgd/times.csv" --policies \
             'plain;powersgd:rank=1;powersgd:rank=2;powersgd:rank=4;powersgd:rank=7;topk:ratio=0.015625;topk:ratio=0.003676;randomk:ratio=0.02278;randomk:ratio=0.00651;randomblock:ratio=0.02278;randomblock:ratio=0.00651;sign'
         ;;
-    accuracy) # GComp's Figures 15 and 20
-        train 10 --task gcomp-cifar --epochs 3 --evaluate-every 48 --csv "$out/gcomp/times.csv" --policies "$dial"
+    accuracy)
+        train 4 10 --task gcomp-cifar --epochs 3 --evaluate-every 24 --csv "$out/gcomp/times.csv" \
+            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7'
         ;;
     sentences)
-        train 10 --task gcomp-sst2-adamw --evaluate-every 50 --csv "$out/gcomp/times.csv" --policies 'plain;torch bf16;gcomp'
+        train 4 10 --task gcomp-sst2-adamw --epochs 0.4 --evaluate-every 15 --csv "$out/gcomp/times.csv" \
+            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless'
         ;;
-    allreduce) # GComp's Figure 10
+    allreduce)
         codecs='gcomp;gcomp:mode=lossless;gcomp:keep=7;zlib:level=1'
         if "$python" -c 'import zstandard' 2>/dev/null; then codecs="$codecs;zstd:level=1"; fi
-        ranks 10 "$python" -m gradzip bench net --values "${VALUES:-11173962}" --rounds 3 --codecs "$codecs" \
-            --csv "$out/gcomp/allreduce.csv"
+        ranks 4 10 "$python" -m gradzip bench net ${INPUT:+--input "$INPUT"} --values "${VALUES:-11173962}" --rounds 3 \
+            --codecs "$codecs" --csv "$out/gcomp/allreduce.csv"
         ;;
-    gpt10 | gpt1)
-        train "${part#gpt}" --task gpt2-enwik8 --seconds "${SECONDS_EACH:-12}" --check 1 --csv "$out/gpt/results.csv" \
-            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;powersgd:rank=4;auto'
+    plans)
+        ranks 4 10 "$python" -m gradzip profile --steps 14 --inter 10gbit --out "$plans/profile.json" --codec gcomp \
+            --codec gcomp:own=lossless --codec gcomp:keep=7 --codec powersgd:rank=4 -- \
+            "$python" "$here/real_ranks.py" --data "$data" $options --task gpt2-enwik8 --policies plain --csv /dev/null &&
+            plan 10 near10 && plan 1 near1
+        ;;
+    gpt10)
+        train 4 10 --task gpt2-enwik8 --seconds "${GPT10_SECONDS:-15}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
+            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;powersgd:rank=4;plan near10'
+        ;;
+    gpt1) # plain and bf16 by NCCL keep eight cores busy with looking, so they do not run at the same time
+        train 16 1 --task gpt2-enwik8 --seconds "${GPT1_SECONDS:-64}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
+            --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=lossless;plan near1'
         ;;
     *)
-        echo "unknown part $part" >&2
-        exit 2
+        echo "unknown part $1" >&2
+        return 2
         ;;
     esac
+}
+
+failed=
+for part in $parts; do
+    run "$part" || failed="$failed $part"
 done
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import fcntl
 import gc
 import importlib.util
 import multiprocessing as mp
@@ -69,11 +70,11 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def append(path: Path, rows: list[dict[str, Any]], fields: tuple[str, ...]) -> None:
-    new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # several may write at once
         writer = csv.DictWriter(file, fields)
-        if new:
+        if path.stat().st_size == 0:
             writer.writeheader()
         writer.writerows(rows)
 

@@ -2,7 +2,7 @@
 
 from workers.running import Run
 
-CIFAR, LSTM = "powersgd-cifar", "powersgd-wikitext"
+CIFAR, CIFAR_32, LSTM = "powersgd-cifar", "powersgd-cifar-32", "powersgd-wikitext"
 
 # Medium: the bytes of rank 7, but for sign (1 bit) and top k (the study's k: 1/64 of the values with their positions).
 # High: the bytes of rank 2, and 1/272. Of 11,173,962 values 9,610 are in vectors, which travel as they are.
@@ -20,9 +20,14 @@ _CIFAR = {
     "rank 1": "powersgd:rank=1",
     "rank 4": "powersgd:rank=4",
 }
+_MORE_STEPS = (  # of the rows above: plain training, the paper's rank 2, and all with the bytes of rank 7
+    *("plain", "rank 2", "rank 7", "sign + norm, medium", "top k, medium", "random k, medium"),
+    "random block, medium",
+)
 _LSTM = {"plain": "plain", "rank 4": "powersgd:rank=4", "rank 2": "powersgd:rank=2", "rank 1": "powersgd:rank=1"}
 
 ROWS = [
     *((Run("powersgd", LSTM, row, policy, minutes=3.0), 3) for row, policy in _LSTM.items()),
     *((Run("powersgd", CIFAR, row, policy, minutes=2.2), 3) for row, policy in _CIFAR.items()),
+    *((Run("powersgd", CIFAR_32, row, _CIFAR[row], minutes=5.5), 3) for row in _MORE_STEPS),
 ]
