@@ -3,10 +3,10 @@
     gradzip emulate --gpu-share --hosts 4 --rate 10gbit -- python real_ranks.py --task gcomp-cifar \\
         --policies 'plain;torch bf16;gcomp' --epochs 3 --network '10 Gbit/s' --data DATA --csv gcomp/times.csv
 
-Rank r takes worker r's batches of the task (workers/tasks.py). Evaluation stops the clock. A policy is `plain` (DDP by
-itself), one of torch's own hooks (`torch bf16`, `torch powersgd 4`), `plan NAME` (NAME.json of --plans), `auto`, or a
-policy of gradzip's. Rows that the file has already (task, network, policy) are not run again. All replicas must have
-the same parameters in the end, or the row says how many differ.
+Rank r takes worker r's batches of the task (workers/tasks.py). The clock starts after the first step, and evaluation
+stops it. A policy is `plain` (DDP by itself), one of torch's own hooks (`torch bf16`, `torch powersgd 4`), `plan NAME`
+(NAME.json of --plans), `auto`, or a policy of gradzip's. Rows that the file has already (task, network, policy) are not
+run again. All replicas must have the same parameters in the end, or the row says how many differ.
 
 Where the network is so slow that processors and GPU idle, several clusters may run side by side: with `--clusters 4` 16
 ranks are four clusters of 4, which take the policies in turn and share nothing but the machine.
@@ -103,8 +103,10 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
     every = max(1, options.evaluate_every)
     clock, times, losses = Clock(device, group), list[float](), list[tuple[float, torch.Tensor]]()
     evaluations, step, going = list[tuple[float, float]](), 0, True
-    clock.start()
     while going and step < total:
+        if step < 2:  # the first step, in which kernels are compiled and libraries find their ways, does not count
+            clock.seconds = 0.0
+            clock.start()
         began = time.perf_counter()
         set_rate(task.optimizer, task.rate(step / task.steps))
         batch = list(task.batches(step // task.steps, step % task.steps))[rank]
@@ -116,9 +118,9 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-        losses.append((clock.now(), loss.detach()))
+        losses.append((clock.now() if step else 0.0, loss.detach()))
         step += 1
-        if step % options.check == 0:  # rank 0's clock decides
+        if step > 1 and step % options.check == 0:  # rank 0's clock decides
             flag = torch.tensor([float(clock.now() < options.seconds)])
             dist.broadcast(flag, 0, group=group)
             going = bool(flag)
@@ -126,7 +128,6 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
             clock.stop()
             evaluations.append((clock.seconds, _evaluate(task, model, rank)))
             clock.start()
-    clock.stop()
     mean = torch.stack([loss for _, loss in losses]).float().cpu()
     dist.all_reduce(mean, group=group)
     slowest = torch.tensor(times, dtype=torch.float64)
@@ -137,9 +138,8 @@ def train(what: str, options: argparse.Namespace, device: torch.device, group: A
         "seconds": round(clock.seconds, 2), "median_ms": round(statistics.median(milliseconds), 2),
         "least_ms": round(min(milliseconds), 2),
         "ratio": round(float(handle.stats()["ratio"]), 3) if handle is not None else "", "beside": options.clusters - 1,
-        "metric": task.metric,
-        "value": round(evaluations[-1][1], 4), "loss": round(float(mean[-10:].mean()) / world, 5),
-        "replicas_differing": _differing(model, group),
+        "metric": task.metric, "value": round(evaluations[-1][1], 4),
+        "loss": round(float(mean[-10:].mean()) / world, 5), "replicas_differing": _differing(model, group),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "limit": options.limit or "",
         "evaluations": " ".join(f"{at:.2f}:{figure:.5g}" for at, figure in evaluations),
         "losses": _curve([at for at, _ in losses], (mean / world).tolist()),

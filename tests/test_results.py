@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+
+from gradzip import emulate
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 sys.path.append(str(FOLDER))
@@ -110,3 +113,21 @@ def _floats(codec: str, shape: torch.Size) -> float:
     chosen = parse(codec)
     assert isinstance(chosen, PowerSGD)
     return shape.numel() if small(shape) else chosen.sent(shape)
+
+
+def test_clusters_side_by_side(pictures: Path, results: ModuleType) -> None:
+    """Four ranks are two clusters, which take two policies each; the page makes tables of their rows."""
+    script = [sys.executable, str(FOLDER / "real_ranks.py"), "--data", str(pictures), "--network", "1 Gbit/s"]
+    script += ["--task", "gcomp-cifar", "--limit", "32", "--epochs", "1", "--clusters", "2"]
+    script += ["--policies", "plain;gcomp;torch bf16", "--csv", str(pictures / "gcomp/times.csv")]
+    env = {"TMPDIR": str(pictures / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    said: list[str] = []
+    ended = emulate.run(script, hosts=4, rate=None, measure=False, env=env, on_line=lambda line: said.append(str(line)))
+    assert ended.exit_code == 0, "\n".join(said)
+    rows = results.Results(pictures, tiny=True)("gcomp/times.csv")
+    assert {row["policy"] for row in rows} == {"plain", "gcomp", "torch bf16"}
+    assert {(row["ranks"], row["beside"], row["replicas_differing"]) for row in rows} == {("2", "1", "0")}
+    assert {row["steps"] for row in rows} == {"4"}
+    page = results.page(results.Results(pictures, tiny=True))
+    for row in rows:
+        assert f"| `{row['policy']}` |" in page

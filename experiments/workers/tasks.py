@@ -331,10 +331,11 @@ class Gpt124(Enwik):
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
         Task.__init__(self, root, device, seed, limit)
-        words = torch.from_numpy(enwik8_words(root, VOCABULARY, PART if limit is None else limit * 1000))
+        vocabulary = VOCABULARY if limit is None else 2048
+        words = torch.from_numpy(enwik8_words(root, vocabulary, PART if limit is None else limit * 1000))
         self.text, self.test = words[: -self.held_out].to(device), words[-self.held_out :].to(device)
         size = (64, 2, 2) if self.tiny else (768, 12, 12)
-        self.model = Gpt(VOCABULARY, *size, self.length).to(device)
+        self.model = Gpt(vocabulary, *size, self.length).to(device)
         self.optimizer = torch.optim.AdamW(self.groups(0.1), lr=3e-4, betas=(0.9, 0.95))
         self.steps = 1000
 
