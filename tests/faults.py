@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partialmethod
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def victim_of(fault: str) -> int:
     return 0 if fault in ("kill the store's host", "asleep") else 3
 
 
-def rank_main() -> None:
+def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     import standin
     import torch
     import torch.distributed as dist
@@ -66,7 +67,7 @@ def rank_main() -> None:
         for _ in range(0 if fault == "another codec" else 3):
             model(torch.randn(8, 256, device=device)).square().mean().backward()
         start, steps = time.monotonic(), 0
-        print(json.dumps({"ready": rank}), flush=True)
+        say({"ready": rank})
         while steps < 6 if fault == "asleep" else time.monotonic() - start < 20:
             if is_victim and (steps == 2 if fault == "asleep" else time.monotonic() - start > 2):
                 happen(fault)
@@ -79,7 +80,7 @@ def rank_main() -> None:
         kept = handle.error if "handle" in locals() else error
         said["error"] = f"{type(kept).__name__}: {kept}"[:400]
     said["at"] = time.time()
-    print(json.dumps(said), flush=True)
+    say(said)
     if fault == "kill the store's host" or fault == LINK_DOWN or way == "nccl":
         os._exit(0)  # the store, or the model's own NCCL peer, is out of reach: destroying the group would wait for it
     with contextlib.suppress(Exception):
@@ -143,47 +144,60 @@ def _on_hosts(settings: dict[str, str]) -> tuple[dict[int, dict[str, Any]], dict
 
 
 def _on_loopback(fault: str, settings: dict[str, str]) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = []
-    for rank in range(WORLD):
-        own = {name: str(value) for name, value in (common | {"RANK": rank, "NCCL_HOSTID": f"rank{rank}"}).items()}
-        command = [sys.executable, __file__, "--rank"]
-        environment = os.environ | settings | own
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert "ready" in process.stdout.readline()
-        victim = victim_of(fault) if fault in BY_SIGNAL else None
+    from ranks import fork_server, free_port
+
+    settings |= {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    victim = victim_of(fault) if fault in BY_SIGNAL else None
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(WORLD):
+            here, there = fork_server.Pipe()
+            own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "NCCL_HOSTID": f"rank{rank}"}
+            process = fork_server.Process(target=_rank_on_loopback, args=(settings | own, there))
+            with there:
+                process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            ranks.append((process, stack.enter_context(here)))
+        assert [pipe.recv() for _, pipe in ranks] == [{"ready": rank} for rank in range(WORLD)]
         if victim is not None:
             time.sleep(2)
-            processes[victim].send_signal(BY_SIGNAL[fault])
+            os.kill(ranks[victim][0].pid or 0, BY_SIGNAL[fault])
         moment, said, codes = time.time(), dict[int, dict[str, Any]](), dict[int, int]()
-        for rank, process in enumerate(processes):
-            if rank == victim:
-                continue
-            out, err = process.communicate(timeout=3 * NAP)
-            lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-            said[rank] = lines[-1] if lines else {"error": f"nothing; stderr: {err[-400:]}", "at": time.time()}
+        others = {rank: both for rank, both in enumerate(ranks) if rank != victim}
+        for rank, (_, pipe) in others.items():
+            try:
+                said[rank] = pipe.recv() if pipe.poll(3 * NAP) else {"error": "silence", "at": time.time()}
+            except EOFError:
+                said[rank] = {"error": "not a word", "at": time.time()}
             if fault in BY_SIGNAL or fault == "another codec":
                 said[rank]["happened"] = moment
-            codes[rank] = process.returncode
-            if process.returncode:
-                said[rank]["stderr"] = err[-600:]
+        for rank, (process, pipe) in others.items():
+            pipe.close()
+            process.join(3 * NAP)
+            codes[rank] = process.exitcode
         return said, codes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+
+
+def _rank_on_loopback(environment: dict[str, str], pipe: Connection) -> None:
+    os.environ |= environment
+
+    def say(words: dict[str, Any]) -> None:
+        pipe.send(words)
+        if "at" in words:  # rank 0 has the store: nobody leaves before all have spoken
+            with contextlib.suppress(EOFError):
+                pipe.recv()
+
+    rank_main(say)
+
+
+def _print(words: dict[str, Any]) -> None:
+    print(json.dumps(words), flush=True)
 
 
 def main() -> None:
     if sys.argv[1:] == ["--rank"]:
-        rank_main()
+        rank_main(_print)
         return
     way = next((name for name in WAYS if name in sys.argv[1:]), "gloo")
     for fault in [name for name in sys.argv[1:] if name != way] or FAULTS:
@@ -192,7 +206,6 @@ def main() -> None:
         for rank, said in sorted(result["words"].items()):
             text = said.get("error") or f"no error, {said['steps']} steps"
             print(f"  rank {rank} after {said['seconds']:6.2f} s, exit code {result['codes'][rank]}: {text}")
-            print("   ", said.get("stderr", "")) if "stderr" in said else None
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,10 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes an error
 DEADLINE = 100.0  # seconds for a whole run
 
+# New processes are copies of one that has imported what takes seconds, and has done nothing else.
+fork_server = mp.get_context("forkserver")
+fork_server.set_forkserver_preload(["gradzip", "pytest", "torch._dynamo"])
+
 
 def run_ranks(
     world: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, backend: str = "gloo"
@@ -26,7 +33,8 @@ def run_ranks(
     An exception in one of them is raised here with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        running = mp.spawn(_enter, (world, folder, backend, function, args), world, join=False)
+        job = (world, folder, backend, dict(os.environ), function, args)
+        running = mp.start_processes(_enter, job, world, join=False, start_method="forkserver")
         end = time.monotonic() + deadline
         try:
             while not running.join(timeout=1):
@@ -40,8 +48,15 @@ def run_ranks(
 
 
 def _enter(
-    rank: int, world: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    folder: str,
+    backend: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ |= environment  # that of the test: this process is a copy of an older one
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["GRADZIP_ENGINE"] = "reference"  # all engines make the same bytes; this one is always there
     torch.set_num_threads(1)
@@ -54,3 +69,11 @@ def _enter(
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """For a store that is made later. Nobody who asks for any port gets it meanwhile: Linux gives out higher ones."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
