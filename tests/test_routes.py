@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -13,33 +12,11 @@ import torch
 from gradzip.collectives.blobs import Blob
 from gradzip.collectives.executor import Executor
 from gradzip.collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks, parts
-from gradzip.collectives.terms import Exchange, How, Members
+from gradzip.collectives.terms import Exchange, How, Members, Parts, Steps
 from gradzip.errors import Unsupported
 from gradzip.routes import NAMED, Route, Step, tree
 
 HOSTS, LOCAL = 2, 2
-
-
-class Meeting:
-    """A group of ranks that are threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size)
-        self.board: list[Sequence[torch.Tensor | None]] = [()] * size
-
-
-class Member:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
-
-    def exchange(self, send: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        assert len(send) == self.size
-        self.meeting.board[self.rank] = send
-        self.meeting.barrier.wait(20)
-        received = [row[self.rank] for row in self.meeting.board]
-        self.meeting.barrier.wait(20)
-        return [None if part is None else part.clone() for part in received]
 
 
 class Bytes:
@@ -106,61 +83,63 @@ class Bytes:
         return self._encode(leaf, total, how)
 
 
-def run(route: Route, values: torch.Tensor, groups: dict[str, tuple[Member, Members]]) -> torch.Tensor:
-    """What a rank ends with; this thread waits at every exchange."""
-    coder = Bytes(values)
-    members = {name: ranks for name, (_, ranks) in groups.items()}
-    steps = Executor(route, (Piece(0, 0, values.numel()),), coder, members, HOSTS * LOCAL).steps()
-    received = None
-    while True:
-        try:
-            wanted = steps.send(received)
-        except StopIteration:
-            return coder.result
-        assert isinstance(wanted, Exchange)
-        member, ranks = groups[wanted.where]
-        received = member.exchange(wanted.send)
-        for number, (part, most) in enumerate(zip(received, wanted.most or [1 << 20] * len(received))):
-            if number == ranks.rank:
+Groups = dict[str, Members]
+
+
+def go_on(steps: Steps, received: Parts | None) -> Exchange | None:
+    """To the next exchange of a rank, or to its end."""
+    try:
+        wanted = steps.send(received)  # type: ignore[arg-type]
+    except StopIteration:
+        return None
+    assert isinstance(wanted, Exchange)
+    return wanted
+
+
+def deliver(waiting: dict[int, Exchange], groups: list[Groups]) -> dict[int, Parts]:
+    """What those ranks get whose whole group waits for the same exchange."""
+    received = {}
+    for rank, own in waiting.items():
+        members = groups[rank][own.where]
+        peers = [waiting[peer] for peer in members.ranks if peer in waiting]
+        if [(peer.where, peer.number) for peer in peers] != [(own.where, own.number)] * members.size:
+            continue
+        assert len(own.send) == members.size
+        parts = [peer.send[members.rank] for peer in peers]
+        for number, (part, most) in enumerate(zip(parts, own.most or [1 << 20] * members.size)):
+            if number == members.rank:
                 continue  # what it holds need not travel
-            assert (part is None) == (most is None) or (part is None and wanted.most is None)
+            assert (part is None) == (most is None) or (part is None and own.most is None)
             assert part is None or part.numel() <= most
+        received[rank] = [None if part is None else part.clone() for part in parts]
+    return received
 
 
-def execute(routes: list[Route], inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What each rank ends with, for each route; ranks are threads, 2 on each of 2 hosts."""
-    world = HOSTS * LOCAL
-    flat = Meeting(world)
-    intra = [Meeting(LOCAL) for _ in range(HOSTS)]
-    inter = [Meeting(HOSTS) for _ in range(LOCAL)]
-    results: list[list[torch.Tensor]] = [[] for _ in range(world)]
-    errors: list[BaseException] = []
-
-    def rank_main(rank: int) -> None:
+def execute(route: Route, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank ends with; they take turns in this thread, 2 on each of 2 hosts."""
+    world = tuple(range(HOSTS * LOCAL))
+    coders, groups, runs = [Bytes(values) for values in inputs], list[Groups](), []
+    for rank, coder in zip(world, coders):
         host, local = divmod(rank, LOCAL)
-        ranks = tuple(range(world))
-        groups = {
-            "flat": (Member(flat, rank), Members(rank, ranks)),
-            "intra": (Member(intra[host], local), Members(local, ranks[host * LOCAL : (host + 1) * LOCAL])),
-            "inter": (Member(inter[local], host), Members(host, ranks[local::LOCAL])),
-        }
-        try:
-            for route in routes:
-                results[rank].append(run(route, inputs[rank], groups))
-        except BaseException as error:
-            errors.append(error)
-            for meeting in (flat, *intra, *inter):
-                meeting.barrier.abort()
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-    if errors:
-        raise (real or errors)[0]
-    return [list(ranks) for ranks in zip(*results)]
+        groups.append(
+            {
+                "flat": Members(rank, world),
+                "intra": Members(local, world[host * LOCAL : (host + 1) * LOCAL]),
+                "inter": Members(host, world[local::LOCAL]),
+            }
+        )
+        layout = (Piece(0, 0, coder.values.numel()),)
+        runs.append(Executor(route, layout, coder, groups[rank], len(world)).steps())
+    received: dict[int, Parts | None] = dict.fromkeys(world)
+    waiting: dict[int, Exchange] = {}
+    while received:
+        for rank, got in received.items():
+            waiting.pop(rank, None)
+            if (wanted := go_on(runs[rank], got)) is not None:
+                waiting[rank] = wanted
+        received = dict(deliver(waiting, groups))
+    assert not waiting, f"{route}: ranks {sorted(waiting)} wait for ever"
+    return [coder.result for coder in coders]
 
 
 def whole_numbers(numel: int) -> list[torch.Tensor]:
@@ -172,8 +151,8 @@ def whole_numbers(numel: int) -> list[torch.Tensor]:
 def check(routes: list[Route], numel: int) -> None:
     inputs = whole_numbers(numel)
     mean = torch.stack(inputs).sum(0) / len(inputs)
-    for route, ranks in zip(routes, execute(routes, inputs)):
-        for rank, result in enumerate(ranks):
+    for route in routes:
+        for rank, result in enumerate(execute(route, inputs)):
             assert torch.equal(result, mean), f"{route} on rank {rank}"
 
 
