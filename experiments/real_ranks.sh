@@ -6,13 +6,13 @@
 #     batch       milliseconds per batch of PowerSGD's tables              10 Gbit/s
 #     accuracy    GComp's Figures 15 and 20: ResNet-18 on CIFAR-10         10 Gbit/s
 #     sentences   the same: MiniLM on SST-2                                10 Gbit/s
-#     allreduce   GComp's Figure 10                                        10 Gbit/s
+#     allreduce-pictures, allreduce-sentences: GComp's Figure 10       RATE, 10 Gbit/s
 #     plans       profiles GPT-2 and plans for 10 and 1 Gbit/s, into OUT/gpt/plans
 #     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
 #
 # Without PART: all, in an order in which each finds what it needs. Rows that are there already are not run again
-# (allreduce's are appended), so it may be broken off and called again; a part that fails does not keep the others from
+# (but for allreduce-*, which append), so it may be broken off and called again; a part that fails does not keep the others from
 # running. Rows are written as they come.
 #
 # With LIMIT=256 it runs tiny forms, to see whether everything works: set OUT to a folder for their rows, and
@@ -24,7 +24,7 @@ python=${PYTHON:-python3}
 out=${OUT:-$here}
 plans=$out/gpt/plans
 options=${LIMIT:+--limit $LIMIT}
-parts=${*:-plans gpt10 gpt1 accuracy allreduce batch sentences}
+parts=${*:-plans gpt10 gpt1 accuracy batch sentences allreduce-pictures allreduce-sentences}
 mkdir -p "$out/powersgd" "$out/gcomp" "$plans"
 
 ranks() { # hosts, rate in Gbit/s, then what each rank runs
@@ -48,6 +48,17 @@ plan() { # rate, name, then options
     "$python" -m gradzip plan "$plans/profile.json" --inter "${rate}gbit" --out "$plans/$name.json" "$@"
 }
 
+allreduce() { # task, name of the gradient, learning rate that it is made with
+    gradient=${TMPDIR:-/tmp}/gradzip-gradients/$2.pt
+    mkdir -p "${gradient%/*}"
+    if [ ! -f "$gradient" ]; then
+        "$python" "$here/gcomp/gradient.py" --task "$1" --data "$data" --lr "$3" ${LIMIT:+--steps 2} "$gradient" || return
+    fi
+    ranks 4 "${RATE:-10}" "$python" -m gradzip bench net --input "$gradient" ${LIMIT:+--values "$LIMIT"000} --rounds 3 \
+        --codecs "${CODECS:-gcomp;gcomp:mode=lossless;gcomp:keep=7;zstd:level=1;zlib:level=1}" \
+        --csv "$out/gcomp/allreduce.csv"
+}
+
 run() {
     case $1 in
     batch)
@@ -60,14 +71,10 @@ run() {
         ;;
     sentences)
         train 4 10 --task gcomp-sst2-adamw --epochs 0.4 --evaluate-every 15 --csv "$out/gcomp/times.csv" \
-            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless'
+            --policies 'plain;torch bf16;gcomp'
         ;;
-    allreduce)
-        codecs='gcomp;gcomp:mode=lossless;gcomp:keep=7;zlib:level=1'
-        if "$python" -c 'import zstandard' 2>/dev/null; then codecs="$codecs;zstd:level=1"; fi
-        ranks 4 10 "$python" -m gradzip bench net ${INPUT:+--input "$INPUT"} --values "${VALUES:-11173962}" --rounds 3 \
-            --codecs "$codecs" --csv "$out/gcomp/allreduce.csv"
-        ;;
+    allreduce-pictures) allreduce gcomp-cifar resnet18-cifar10 1e-3 ;;
+    allreduce-sentences) allreduce gcomp-sst2-adamw minilm-sst2 1e-4 ;;
     plans)
         ranks 4 10 "$python" -m gradzip profile --steps 14 --inter 10gbit --out "$plans/profile.json" --codec gcomp \
             --codec gcomp:own=lossless --codec gcomp:keep=7 --codec powersgd:rank=4 -- \
@@ -79,7 +86,7 @@ run() {
             --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;powersgd:rank=4;plan near10'
         ;;
     gpt1) # plain and bf16 by NCCL keep eight cores busy with looking, so they do not run at the same time
-        train 16 1 --task gpt2-enwik8 --seconds "${GPT1_SECONDS:-64}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
+        train 16 1 --task gpt2-enwik8 --seconds "${GPT1_SECONDS:-56}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
             --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=lossless;plan near1'
         ;;
     *)

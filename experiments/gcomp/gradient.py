@@ -20,8 +20,8 @@ from workers.tasks import TASKS
 
 
 def snapshot(name: str, root: Path, steps: int, batch: int, lr: float) -> dict[str, object]:
-    base = TASKS[name]
-    task = type(base.__name__, (base,), {"workers": 1, "batch": batch})(root, torch.device("cpu"), 0, None)
+    base, device = TASKS[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    task = type(base.__name__, (base,), {"workers": 1, "batch": batch})(root, device, 0, None)
     parameters = list(task.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr)
     for step in range(steps):
@@ -34,7 +34,7 @@ def snapshot(name: str, root: Path, steps: int, batch: int, lr: float) -> dict[s
         print(f"step {step + 1}: loss {float(loss):.3f}", flush=True)
 
     def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-        return nn.utils.parameters_to_vector(tensors).detach().clone()
+        return nn.utils.parameters_to_vector(tensors).detach().cpu().clone()
 
     return {
         "step": steps, "loss": float(loss), "lr": lr, "gradient": flat([p.grad for p in parameters]),
