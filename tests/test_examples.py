@@ -7,14 +7,15 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from ranks import free_port
 
 import gradzip
 from gradzip import cli
@@ -58,10 +59,8 @@ def test_examples_are_short_and_say_how_to_run_them(name: str) -> None:
 
 def in_turn(folder: Path, name: str, calls: list[list[str]]) -> list[str]:
     """Calls an example's main() several times in one pair of processes, each time with a new process group."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in calls]
-        ports = [s.getsockname()[1] for s in sockets]
-    torch.multiprocessing.spawn(_call, (str(folder), name, calls, ports), 2)
+    ports = [free_port() for _ in calls]
+    mp.start_processes(_call, (str(folder), name, calls, ports), 2, start_method="forkserver")
     return [(folder / f"said{i}").read_text() for i in range(len(calls))]
 
 
