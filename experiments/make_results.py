@@ -62,41 +62,44 @@ def ordering(rows: list[Row], paper: Mapping[str, Published], higher_is_better: 
 def powersgd(read: Results) -> str:
     rows, times = read("powersgd/results.csv"), read("powersgd/times.csv")
 
-    def lines(task: str, paper: Mapping[str, Published], policies: Mapping[str, str]) -> list[list[str]]:
-        found = []
+    def compared(task: str, paper: Mapping[str, Published], metric: str) -> str:
+        found, timed = [], bool(of(times, task=task))
         for name, theirs in paper.items():
             own = of(rows, task=task, row=name)
-            step = of(times, task=task, policy=policies.get(name) or (own[0]["policy"] if own else ""))
-            found.append([
-                name, figure(floats(own, "value")), f"{theirs.value:g}", mean_of(floats(own, "mib_per_epoch")),
-                f"{theirs.sent:g}", mean_of(floats(step, "median_ms"), 0), f"{theirs.milliseconds:g}",
-            ])  # fmt: skip
-        return found
+            policy = own[0]["policy"] if own else ""
+            line = [name, figure(floats(own, "value")), f"{theirs.value:g}"]
+            line += [mean_of(floats(own, "mib_per_epoch")), f"{theirs.sent:g}"]
+            if timed:
+                line.append(mean_of(floats(of(times, task=task, policy=policy), "median_ms"), 0) or NOT_RUN)
+            found.append([*line, f"{theirs.milliseconds:g}"])
+        head = ["", metric, "the paper's", "MiB per epoch", "the paper's"]
+        head += ["ms per batch, 4 ranks at 10 Gbit/s"] if timed else []
+        return table([*head, "the paper's ms per batch, 16 GPUs"], found)
 
-    head = ["", "ours", "paper", "MiB per epoch", "paper, MB", "ms per batch, 4 ranks at 10 Gbit/s", "paper, 16 GPUs"]
     cifar, lstm = of(rows, task="powersgd-cifar"), of(rows, task="powersgd-wikitext")
     more = of(rows, task="powersgd-cifar-32")
     ran = {name: theirs for name, theirs in published.POWERSGD_CIFAR.items() if of(more, row=name)}
-    plain = {"plain": "plain"}
+    untimed = "" if times else f"Our time per batch was {NOT_RUN}."
     return "\n\n".join(
         part
         for part in (
             "## PowerSGD: Tables 3 and 4",
             "Vogels et al., NeurIPS 2019. ResNet-18 (11,173,962 parameters) on CIFAR-10, test accuracy in per cent; 16 "
             "workers with error feedback and momentum (`gradzip.optim.EFMomentum`). MiB are what one worker "
-            "contributes, as in the paper. The schedule is the paper's, shortened (experiments/powersgd/README.md).",
+            "contributes, as in the paper (which calls them MB). The schedule is the paper's, shortened "
+            f"(experiments/powersgd/README.md). {untimed}".strip(),
             seen(cifar),
-            table(head, lines("powersgd-cifar", published.POWERSGD_CIFAR, plain)),
+            compared("powersgd-cifar", published.POWERSGD_CIFAR, "accuracy, %"),
             ordering(cifar, published.POWERSGD_CIFAR),
             "The same with four times the steps: batches of 32 instead of 128 pictures for each worker, and so four "
             f"times the MiB of an epoch.{'' if more else f' It was {NOT_RUN}.'}",
             seen(more),
-            table(head, lines("powersgd-cifar-32", ran, plain)) if more else "",
+            compared("powersgd-cifar-32", ran, "accuracy, %") if more else "",
             ordering(more, ran),
-            "LSTM of 3 x 650 units on WikiText-2, perplexity on the test part; our vocabulary has 33,278 words, the "
-            "paper's 28,869.",
+            "LSTM of 3 x 650 units on WikiText-2, perplexity on the test part (lower is better); our vocabulary has "
+            "33,278 words, the paper's 28,869. One worker stands for 16 here (experiments/powersgd/README.md).",
             seen(lstm),
-            table(head, lines("powersgd-wikitext", published.POWERSGD_LSTM, plain)),
+            compared("powersgd-wikitext", published.POWERSGD_LSTM, "perplexity"),
             ordering(lstm, published.POWERSGD_LSTM, higher_is_better=False),
         )
         if part
@@ -125,14 +128,14 @@ def accordion(read: Results) -> str:
         order = ordering(of(rows, task=task), published.ACCORDION[task])
         if order:
             orders.append(f"{net}: {order}")
-    head = ["net", "", "accuracy", "paper", "million floats", "of the first row", "paper"]
+    head = ["net", "", "accuracy, %", "the paper's", "million floats", "part of the net's first row", "the paper's"]
     return "\n\n".join(
         part
         for part in (
             "## Accordion: Tables 1 and 2",
             "Agarwal et al., MLSys 2021. 4 workers, PowerSGD at a low and a high rank and Accordion between the two, "
             "with the paper's rule for falls of the learning rate. The numbers of floats are those that one worker "
-            "contributes; as the schedule is shorter than the paper's, compare the parts of the first row. CIFAR-100 "
+            "contributes; as the schedule is shorter than the paper's, compare the parts, not the numbers. CIFAR-100 "
             "needs its data (`--data`); where it is absent the rows are marked so.",
             seen(rows),
             table(head, lines),
@@ -167,7 +170,9 @@ def dial(read: Results) -> str:
                 float(row["value"]) - float(p["value"]) for row in here for p in plain if p["seed"] == row["seed"]
             ]
             difference = statistics.fmean(paired) if paired and name != "plain" else None
-            within = "" if difference is None or spread is None else ("yes" if abs(difference) <= spread else "**no**")
+            within = "" if difference is None else "one seed" if spread is None else ""
+            if not within and difference is not None and spread is not None:
+                within = "yes" if abs(difference) <= spread else "**no**"
             bits = floats(here, "own_bits")
             lines.append([
                 name, f"`{here[0]['policy']}`",
@@ -177,7 +182,7 @@ def dial(read: Results) -> str:
                 "" if difference is None else f"{difference:+.{digits}f}", within,
                 f"{statistics.fmean(off):.2e}" if off else "",
             ])  # fmt: skip
-        metric = own[0]["metric"] if own else "accuracy"
+        metric = own[0]["metric"].replace("accuracy", "accuracy, %") if own else ""
         head = ["", "policy", "bits", "bits of sums", metric, "to plain", "within its seeds", "mean change of the loss"]
         parts.append(f"### {title}\n\n{seen(own)}\n\n{table(head, lines)}" if lines else f"### {title}\n\n{NOT_RUN}")
     intro = (
@@ -198,17 +203,19 @@ def rates(read: Results) -> str:
         own = of(rows, task=task, seed="0")
         codecs = [key for key in (own[0] if own else {}) if key.startswith("bits ")]
         lines = [
-            [row["step"], f"{100 * float(row['zeros']):.1f}", f"{100 * float(row['top15']):.1f}", row["magnitude"],
-             " / ".join(f"{100 * float(row[f'level{i}']):.0f}" for i in range(4)), *(row[codec] for codec in codecs)]
+            [row["step"], f"{100 * float(row['zeros']):.1f}", f"{100 * float(row['top15']):.1f}",
+             f"{float(row['magnitude']):.1e}",
+             " / ".join(f"{100 * float(row[f'level{i}']):.0f}" for i in range(4)),
+             *(f"{float(row[codec]):.2f}" for codec in codecs)]
             for row in own
         ]  # fmt: skip
         head = ["step", "zeros, %", "top 15 exponents, %", "gradient / parameter, median", "levels 0 / 6 / 12 / 18, %"]
-        head += [codec.removeprefix("bits ").removeprefix("gcomp:") for codec in codecs]
+        head += [f"bits, `{codec.removeprefix('bits ')}`" for codec in codecs]
         parts.append(f"### {title}\n\n{table(head, lines)}" if lines else f"### {title}\n\n{NOT_RUN}")
     intro = (
         "## GComp: gradients over training\n\nFigures 2, 3, 9 and 14: exact zeros, how many values the 15 "
-        "most frequent exponents cover, the levels that GComp's rule would choose, and bits per value by mode, of "
-        "worker 0's matrices. "
+        "most frequent exponents cover, the levels that GComp's rule would choose (how many bits of the mantissa it "
+        "drops; zeros have none), and bits per value by mode, of worker 0's matrices (of 32). "
         f"The paper reports {published.GCOMP_RATE['ResNet-50']} % (ResNet-50, ImageNet) and "
         f"{published.GCOMP_RATE['BERT-base']} % (BERT-base, SST) of float32's size, which is 10.5 and 11.7 bits, with "
         f"{published.GCOMP_ZEROS['ResNet-50']} % and {published.GCOMP_ZEROS['BERT-base']} % zeros. Its rate rests on "
