@@ -1,8 +1,9 @@
 """Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
 
 What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
-powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables. To see what
-tiny forms would look like on it: python experiments/make_results.py --results FOLDER --tiny --out page.md
+powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables;
+notes/summary.md stands above all of them. To see what tiny forms of the runs look like on the page:
+python experiments/make_results.py --results FOLDER --tiny --out page.md
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ SECTIONS = (powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
 
 
 def page(read: Results) -> str:
-    parts = [INTRO]
+    parts = [INTRO, _notes("summary").read_text().strip()]
     for section in SECTIONS:
         parts.append(section(read))
         notes = _notes(section.__name__)
