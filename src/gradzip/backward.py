@@ -25,11 +25,10 @@ from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.coder import all_finite
 from .feedback import Memory
-from .gradients import PLAIN, Bucket, Late, Named, Way
+from .gradients import PLAIN, Bucket, Future, Late, Named, Way, done_future, new_future
 from .refresh import SharedBook
 from .spans import until
 
-Future = torch.futures.Future[torch.Tensor]
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them
 
 
@@ -37,7 +36,7 @@ class _Promise:
     """A future that is kept once, whoever comes first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.future = _future(device)
+        self.future = new_future(device)
         self._open = threading.Lock()
 
     @property
@@ -86,6 +85,8 @@ class Backward:
     exposed: float = 0.0  # seconds from the last bucket's arrival to the end
     late: Late = field(default_factory=Late)
     early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
+    all_late: bool = False  # every gradient waits for the last bucket
+    book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -106,10 +107,8 @@ class Backward:
         if self.plain and self.group is not None and not (self.alone or self.learns or self.check):
             what = f"plain averaging at step {self.number} by torch ({self.words})"
             self._elsewhere = Elsewhere(what, self.group, self.channel, self.fail)
-        shares = [way.codec.limit for way in self.ways.values() if shares_book(way.codec)]
-        self._limit = min(shares) if shares else 0  # of codes in the shared book; 0: nobody uses one
-        self._book = self.books.at(self.number) if shares else None
-        wanted = bool(shares) and self.books.wants(self.number) and not self.alone
+        self._book = self.books.at(self.number) if self.book_limit else None
+        wanted = bool(self.book_limit) and self.books.wants(self.number) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
 
     def _transforms(self) -> bool:
@@ -119,17 +118,12 @@ class Backward:
         """Takes a bucket of which no single gradient has to be known; None: `take` it."""
         if not self._idle and self._elsewhere is None:
             return None
-        self.raw_bytes += buffer.numel() * buffer.itemsize
-        future = self._kept(buffer) if self._elsewhere is None else self._averaged(buffer, self._elsewhere)
+        self.raw_bytes += buffer.nbytes
+        future = done_future(buffer) if self._elsewhere is None else self._averaged(buffer, self._elsewhere)
         if last:
             self._last_came = time.perf_counter()
             self._ended(None, None, Outcome())
         return future
-
-    def _kept(self, buffer: torch.Tensor) -> Future:
-        kept = _future(buffer.device)
-        kept.set_result(buffer)
-        return kept
 
     def _averaged(self, buffer: torch.Tensor, elsewhere: Elsewhere) -> Future:
         if buffer.device.type == "cuda":
@@ -157,8 +151,10 @@ class Backward:
     def take(self, buffer: torch.Tensor, named: Named, last: bool) -> Future:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         named = named if isinstance(named, Bucket) else Bucket(named)
-        of = f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
         self.results += named
+        if self.all_late and not self.alone:
+            return self._take_late(buffer, named, last)
+        of = self._words_for(named)
         if self.alone:
             named = self._keep_own(named)
         plain = self.plain and not self.alone
@@ -168,7 +164,7 @@ class Backward:
         # Until the end of the step, where somebody still looks at means then: DDP returns with the last bucket.
         held = bool(late) or self.check or (last and not self.early)
         ticket, future = self._ticket(buffer, of, held)
-        self.raw_bytes += buffer.numel() * buffer.itemsize
+        self.raw_bytes += buffer.nbytes
         ready = None
         if buffer.device.type == "cuda" and (last or len(late) < len(named)):
             ready = torch.cuda.current_stream(buffer.device).record_event()
@@ -178,21 +174,40 @@ class Backward:
         else:
             for kind, message in self._messages(soon, ready):
                 self._start(ticket, kind, functools.partial(submit, message, self.channel))
-            if last:
-                for kind, message in self._late_messages(ready):
-                    self._start(None, kind, functools.partial(submit, message, self.channel))
-        if last and self._counts is not None:
-            refresh = functools.partial(self.books.refresh, self._counts, self.number, self._limit, self.channel)
-            self._start(None, "code books", refresh)
-        if last and self.check:
-            checks.compare_results(self.results, self.number, self._complete, self.channel, self._checked)
         if last:
-            self._last_came = time.perf_counter()
-            self._ended(None, None, Outcome())
+            self._all_came(ready)
         self._all_started(ticket)
         if self.totals.error is not None:  # it failed before it knew of this bucket
             self.fail(self.totals.error)
         return future
+
+    def _take_late(self, buffer: torch.Tensor, named: Bucket, last: bool) -> Future:
+        """A bucket of a step in which all wait for the last one.
+
+        DDP waits for its first bucket before it looks at any other: only that one's future has to wait.
+        """
+        self._waiting.append(named)
+        self.raw_bytes += buffer.nbytes
+        future = named.done(buffer) if self._tickets else self._ticket(buffer, self._words_for(named), held=True)[1]
+        if last:
+            on_gpu = buffer.device.type == "cuda"
+            self._all_came(torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None)
+        return future
+
+    def _all_came(self, ready: torch.cuda.Event | None) -> None:
+        """Starts what waited for the last bucket; the gradients are there when the event is."""
+        for kind, message in self._late_messages(ready) if self._waiting else ():
+            self._start(None, kind, functools.partial(submit, message, self.channel))
+        if self._counts is not None:
+            refresh = functools.partial(self.books.refresh, self._counts, self.number, self.book_limit, self.channel)
+            self._start(None, "code books", refresh)
+        if self.check:
+            checks.compare_results(self.results, self.number, self._complete, self.channel, self._checked)
+        self._last_came = time.perf_counter()
+        self._ended(None, None, Outcome())
+
+    def _words_for(self, named: Named) -> str:
+        return f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
 
     def _keep_own(self, named: Named) -> Bucket:
         """Gradients of a single rank are their own mean, with what was held back of them before; returns the rest."""
@@ -211,8 +226,7 @@ class Backward:
         return left
 
     def _plain_words(self, named: Named) -> str:
-        first, numel = named[0][0], sum(g.numel() for _, g in named)
-        return f"plain averaging at step {self.number} of {first!r} and {len(named) - 1} more, {numel} values"
+        return f"plain averaging {self._words_for(named)}, {sum(g.numel() for _, g in named)} values"
 
     def _messages(self, named: Named, ready: torch.cuda.Event | None) -> list[tuple[str, Message]]:
         """The gradients in messages of equal codec, route and type, in the order of first appearance."""
@@ -222,7 +236,7 @@ class Backward:
             way = self.ways[name]
             key = (way.kind, gradient.dtype)
             message = messages.get(key)
-            shared = self._limit > 0 and shares_book(way.codec)
+            shared = self.book_limit > 0 and shares_book(way.codec)
             if message is None:
                 message = messages[key] = Message(
                     way.codec,
@@ -372,10 +386,6 @@ def is_alone(channel: Channel) -> bool:
 
 def shares_book(codec: Codec) -> TypeGuard[GComp]:
     return isinstance(codec, GComp) and codec.book == "shared"
-
-
-def _future(device: torch.device) -> Future:
-    return torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
 
 
 def _buffer_or_raise(ticket: _Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:

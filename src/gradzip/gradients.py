@@ -18,6 +18,7 @@ from .engines.layout import Floor
 
 PLAIN = "identity/allreduce"
 Named = list[tuple[str, torch.Tensor]]
+Future = torch.futures.Future[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Bucket(Named):
         self.comes_again = comes_again
         self._ways: Mapping[str, Way] | None = None
         self._parted: tuple[Named, Named] = [], []
+        self._done: Future | None = None
 
     def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named]:
         """What waits for the last bucket, and what does not."""
@@ -53,6 +55,22 @@ class Bucket(Named):
             self._parted = late, [(name, g) for name, g in self if not ways[name].late]
             self._ways = ways
         return self._parted
+
+    def done(self, buffer: torch.Tensor) -> Future:
+        """A future that is the bucket's buffer already; the same in every step."""
+        if self._done is None or not self.comes_again:
+            self._done = done_future(buffer)
+        return self._done
+
+
+def new_future(device: torch.device) -> Future:
+    return torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
+
+
+def done_future(buffer: torch.Tensor) -> Future:
+    future = new_future(buffer.device)
+    future.set_result(buffer)
+    return future
 
 
 @dataclass(eq=False)

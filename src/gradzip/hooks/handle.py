@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
-from ..backward import Backward, Future, is_alone
+from ..backward import Backward, is_alone, shares_book
 from ..codecs import Codec
 from ..collectives import transports
 from ..collectives.coder import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
-from ..gradients import PLAIN, Late, Way
+from ..gradients import PLAIN, Future, Late, Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
@@ -358,6 +358,8 @@ class Handle:
             self._group if self._agreed is self._scheme else None,
             late=self._late,
             early=not (learns or self._scheme.graded or self._scheme.plain),
+            all_late=self._scheme.all_late,
+            book_limit=self._scheme.book_limit,
         )
         begun.compare(self._has_joined(), self._warn)
         if self._premises is not None:
@@ -471,6 +473,8 @@ class _Scheme:
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
         self.graded = any(way.floor is not None for way in ways.values())
+        self.all_late = not self.plain and all(way.late for way in ways.values())
+        self.book_limit = min((way.codec.limit for way in ways.values() if shares_book(way.codec)), default=0)
 
 
 def _progress(policy: Policy) -> Progress | None:
