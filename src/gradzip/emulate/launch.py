@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +42,7 @@ _SWITCHES = (  # what forbids user namespaces, its forbidding value, and one tha
     ("user.max_net_namespaces", "0", "15000"),
 )
 _SYSCTL = Path("/proc/sys")
+_GLANCE = 0.5  # seconds; how late a signal may be noticed
 _PATIENCE = 20.0  # seconds, for a supervisor that is left alone; CUDA's service may take most of it
 
 
@@ -139,7 +142,7 @@ class _Run:
     ) -> Result:
         readable, writable = os.pipe()
         package = str(Path(__file__).parents[1])
-        with open(readable) as reports:
+        with open(readable, "rb", buffering=0) as pipe:
             try:
                 supervisor = subprocess.Popen(
                     [*wrapper, sys.executable, "-I", "-c", _SUPERVISOR, package, str(writable)],
@@ -152,6 +155,7 @@ class _Run:
             finally:
                 os.close(writable)
             assert supervisor.stdin is not None
+            reports = _Reports(readable)
             try:
                 self._send(supervisor.stdin, self._job.dump())
                 self._follow(reports, on_line, on_ready)
@@ -161,7 +165,7 @@ class _Run:
                 raise
             finally:
                 # One that still runs, after a second Ctrl-C say, kills its ranks when it finds itself alone.
-                reports.close()
+                pipe.close()
                 with suppress(BrokenPipeError):
                     supervisor.stdin.close()
                 try:
@@ -202,6 +206,35 @@ class _Run:
                 self._seconds = time.monotonic() - self._started
             else:
                 raise EmulationError(fields["message"])
+
+
+class _Reports:
+    """What the supervisor says, line by line. Ctrl-C ends the wait for a line, and takes nothing from the next one."""
+
+    def __init__(self, readable: int) -> None:
+        self._readable, self._data = readable, b""
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while b"\n" not in self._data:
+            # Python would not see a signal that came just before a wait began until that has ended.
+            if select.select([self._readable], [], [], _GLANCE)[0] and not self._read():
+                raise StopIteration
+        line, _, self._data = self._data.partition(b"\n")
+        return line.decode()
+
+    def _read(self) -> bool:
+        """False at the end. What was read is kept, or not read: there is no Ctrl-C in between."""
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            data = os.read(self._readable, 1 << 16)
+            self._data += data
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        return bool(data)
 
 
 def _tools() -> dict[str, str]:

@@ -21,6 +21,7 @@ _LONGEST_LINE = 1 << 16
 # A progress bar's carriage return ends a line as well; the last byte waits, for it may be half of \r\n.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this process
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,6 +38,7 @@ class Ranks:
         self._streams: list[_Stream] = []
         self._ending = False  # from the first failure or the request to stop
         self._next: tuple[float, signal.Signals] | None = None  # when the rest gets which signal
+        _libc.prctl(_CHILD_SUBREAPER, 1)
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
@@ -76,8 +78,9 @@ class Ranks:
     def kill(self) -> None:
         """Ends whatever still runs, at once, and waits for it."""
         self._signal(signal.SIGKILL)
-        for _, process in self._running.values():
+        for pid, (_, process) in self._running.items():
             process.wait()
+            _wait_for_group(pid)
 
     def _read(self, stream: _Stream) -> None:
         if not stream.read():
@@ -99,7 +102,7 @@ class Ranks:
                 os.killpg(pid, number)
 
     def _reap(self) -> None:
-        """Takes note of ended ranks, and of orphans: the first process of a pid namespace inherits them."""
+        """Takes note of ended ranks, and of orphans, which this process inherits."""
         while True:
             try:
                 # Not reaped yet: until it is, its number cannot become that of another process group.
@@ -114,6 +117,7 @@ class Ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # what it started and left behind
                 process.returncode = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _wait_for_group(pid)
                 self._note(rank, process.returncode)
             else:
                 os.waitpid(pid, 0)
@@ -165,6 +169,13 @@ def _die_with_parent(parent: int) -> None:
     _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it was asked for
         os._exit(1)
+
+
+def _wait_for_group(pid: int) -> None:
+    """A process that is killed needs a moment to end: the rest of a group whose first process has ended."""
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-pid, 0)
 
 
 def _wake_up_on_child() -> int:
