@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def environment() -> Iterator[dict[str, str]]:
     marked = os.environ | {MARK: uuid.uuid4().hex, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     yield marked
     for pid in _marked(marked[MARK]):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _marked(mark: str) -> list[int]:
@@ -63,15 +65,20 @@ def _traces() -> set[str]:
     return {name for _, name in socket.if_nameindex()} | {line for line in mounts if " nsfs " in line}
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Returns when both ranks are up."""
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    up = sorted(process.stdout.readline() for _ in range(2))
-    if up != ["[0.0] up\n", "[1.1] up\n"]:
-        process.kill()
-        pytest.fail(f"{up}\n{process.communicate()[1]}")
-    return process
+@contextmanager
+def _started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process whose two ranks are up; it ends with the test, whatever becomes of that."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            up = sorted(process.stdout.readline() for _ in range(2))
+            if up != ["[0.0] up\n", "[1.1] up\n"]:
+                process.kill()
+                pytest.fail(f"{up}\n{process.communicate()[1]}")
+            yield process
+        finally:
+            process.kill()
 
 
 def _wait_for(number: range, mark: str) -> int:
@@ -84,20 +91,23 @@ def _wait_for(number: range, mark: str) -> int:
 
 def _assert_gone(mark: str) -> None:
     """The kernel needs a moment to take a namespace apart after its first process."""
-    _wait_for(range(1), mark)
-    left = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in _marked(mark)]
-    assert left == []
+    if _wait_for(range(1), mark):
+        left = []
+        for pid in _marked(mark):
+            with suppress(OSError):
+                left.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        pytest.fail(f"still there: {left}")
 
 
 @pytest.mark.usefixtures("namespaces")
 def test_ctrl_c_on_the_command_line_leaves_nothing(environment: dict[str, str]) -> None:
     before = _traces()
     command = [sys.executable, "-m", "gradzip", "emulate", "--hosts", "2", "--no-measure"]
-    process = _start([*command, "--", "sh", "-c", ESCAPING], environment)
-    # A process shows no environment while it becomes another program, as those of a rank do when it says that it is up.
-    assert _wait_for(range(9, 100), environment[MARK]) >= 9, "parent, unshare, supervisor, and three of each rank"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate()
+    with _started([*command, "--", "sh", "-c", ESCAPING], environment) as process:
+        # A process shows no environment while it becomes another program, as a rank's do when it says that it is up.
+        assert _wait_for(range(9, 100), environment[MARK]) >= 9, "parent, unshare, supervisor, and three of each rank"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in said
     assert _marked(environment[MARK]) == [], "when it returns, all is gone"
@@ -108,18 +118,18 @@ def test_ctrl_c_on_the_command_line_leaves_nothing(environment: dict[str, str]) 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
 def test_sudden_death_leaves_nothing(number: signal.Signals, environment: dict[str, str]) -> None:
     before = _traces()
-    process = _start([sys.executable, "-c", BARE, "1gbit", "sh", "-c", ESCAPING], environment)
-    process.send_signal(number)
-    process.communicate()
+    with _started([sys.executable, "-c", BARE, "1gbit", "sh", "-c", ESCAPING], environment) as process:
+        process.send_signal(number)
+        process.communicate()
     _assert_gone(environment[MARK])
     assert _traces() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_no_process_stays_on_the_loopback(number: signal.Signals, environment: dict[str, str]) -> None:
-    process = _start([sys.executable, "-c", BARE, "none", "sh", "-c", ENDLESS], environment)
-    process.send_signal(number)
-    process.communicate()
+    with _started([sys.executable, "-c", BARE, "none", "sh", "-c", ENDLESS], environment) as process:
+        process.send_signal(number)
+        process.communicate()
     if number == signal.SIGINT:
         assert _marked(environment[MARK]) == [], "when it returns, all is gone"
     _assert_gone(environment[MARK])
