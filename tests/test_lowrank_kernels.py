@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_lowrank import close, hostile, low_rank
 
 from gradzip import Context
-from gradzip.codecs.base import Left, Reduced
+from gradzip.codecs.base import Apart, Kept, Left, Reduced
 from gradzip.codecs.lowrank import PowerSGD
 from gradzip.engines.cuda import factors, hot, launch
 
@@ -49,7 +49,7 @@ class Twin:
         self.codec, self.device, self.step, self.skipped = codec, device, 0, 0
         self.states: list[dict[str, torch.Tensor]] = [{} for _ in shapes]
         self.lost: Lost = [None] * len(shapes)
-        self.lost_before, self.guests = self.lost, set[int]()  # those that go as they are, whatever their shape
+        self.guests = set[int]()  # those that go as they are, whatever their shape
         self.volumes: list[list[int]] = [[], []]
 
     def contexts(self, states: list[dict[str, torch.Tensor]]) -> list[Context]:
@@ -70,29 +70,29 @@ class Twin:
         """Both start from the same state; it goes on with what kernels made."""
         gradients = self.bucket(gradients)
         inputs = [g.clone() if lost is None else g + lost * scale for g, lost in zip(gradients, self.lost)]
-        by_torch, by_kernels = [dict(s) for s in self.states], [dict(s) for s in self.states]
+        by_torch = [dict(s) for s in self.states]
         expected = self.codec.reduce(inputs, self.contexts(by_torch), lambda flat: self.halve(0, flat))
-        left = self.by_kernels(gradients, self.contexts(by_kernels), scale)
-        for mine, other in zip(by_kernels, by_torch):
+        left = self.by_kernels(gradients, self.contexts(self.states), scale)
+        for mine, other in zip(left.kept.states, by_torch):
             assert mine.keys() == other.keys()
             for key, value in mine.items():
                 assert value.shape == other[key].shape
                 assert value.is_contiguous()
-        self.lost_before = self.lost
-        self.states, self.lost, self.step = by_kernels, left.residuals, self.step + 1
+        self.states, self.lost, self.step = left.kept.states, left.kept.residuals, self.step + 1
         return expected, gradients, left
 
     def by_kernels(self, gradients: list[torch.Tensor], contexts: list[Context], scale: float) -> Left:
         fused = self.codec.in_place(gradients, contexts)
         assert fused is not None
         told = list[int]()
-        left = fused.reduce(contexts, self.lost, scale, lambda flat: self.halve(1, flat), lambda: told.append(1))
+        before = Apart(self.lost, [ctx.state for ctx in contexts])
+        left = fused.reduce(before, scale, lambda flat: self.halve(1, flat), lambda: told.append(1))
         assert told == [1]
         return left
 
     def compare(self, gradients: list[torch.Tensor], scale: float = 1.0) -> None:
         expected, means, left = self.run(gradients, scale)
-        for (mean, residual), found, lost in zip(expected, means, left.residuals):
+        for (mean, residual), found, lost in zip(expected, means, left.kept.residuals):
             size = float(mean.norm()) + (0 if residual is None else float(residual.norm()))
             assert float((found - mean).norm()) <= 2e-5 * size + 1e-30
             assert (lost is None) == (residual is None)
@@ -163,7 +163,7 @@ def test_columns_are_orthonormal_and_span_what_they_should(device: torch.device,
     found = m.to(device, copy=True)
     fused = codec.in_place([found], [Context("w")])
     assert fused is not None
-    assert fused.reduce([Context("w")], [None], 1.0, average, lambda: None).finite
+    assert fused.reduce(Apart([None], [{}]), 1.0, average, lambda: None).finite
     assert calls == [p.numel(), columns * rank]
     found = found.cpu()
     assert float((found[:, :rank] - m[:, :rank]).abs().max()) < 2e-6, "p itself is projected to p"
@@ -201,7 +201,7 @@ def test_means_that_overflow_show(device: torch.device) -> None:
     def average(flat: torch.Tensor) -> None:
         flat.copy_(averages.pop().view(-1))
 
-    assert not fused.reduce([Context("w")], [None], 1.0, average, lambda: None).finite
+    assert not fused.reduce(Apart([None], [{}]), 1.0, average, lambda: None).finite
     assert x[0].isinf().all()
     assert x[1:].isfinite().all()
 
@@ -226,7 +226,7 @@ def test_the_same_again_is_the_same_to_the_bit(device: torch.device) -> None:
     found = []
     for _ in range(2):
         _, means, left = Twin(PowerSGD(rank=4), SHAPES, device).run(random(SHAPES, 3))
-        found.append([*means, *(r for r in left.residuals if r is not None)])
+        found.append([*means, *(r for r in left.kept.residuals if r is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
@@ -245,24 +245,24 @@ def test_what_kernels_do_not_take(device: torch.device) -> None:
 
 
 def test_one_for_many_steps(device: torch.device) -> None:
-    """It finds the factors of the last step again, and sees when others have taken their place."""
+    """It goes on from what it left as one, and from the same taken apart, as after a step that was dropped."""
     given = random(SHAPES, 3)
     twin = Twin(PowerSGD(rank=4), SHAPES, device)
     gradients = twin.bucket(given)
     fused = twin.codec.in_place(gradients, twin.contexts(twin.states))
     assert fused is not None
-    states: list[dict[str, torch.Tensor]] = [{} for _ in SHAPES]
-    for step in range(4):
+    kept: Kept = Apart(twin.lost, twin.states)
+    for step in range(5):
         for to, x in zip(gradients, given):
             to.copy_(x)
-        if step == 2:  # as after a step that was dropped, or a resume
-            states = [{key: value.clone() for key, value in state.items()} for state in states]
-        twin.states = [dict(state) for state in states]
+        if step == 2:
+            kept = Apart([None if x is None else x.clone() for x in kept.residuals], kept.states)
         _, means, _ = twin.run(given)
-        assert fused.reduce(
-            twin.contexts(states), twin.lost_before, 1.0, lambda f: twin.halve(1, f), lambda: None
-        ).finite
+        left = fused.reduce(kept, 1.0, lambda f: twin.halve(1, f), lambda: None)
+        assert left.finite
         assert all(torch.equal(a, b) for a, b in zip(gradients, means))
+        assert [state.keys() for state in left.kept.states] == [state.keys() for state in twin.states]
+        kept = left.kept
 
 
 @pytest.mark.parametrize("alternate", [False, True])
@@ -278,7 +278,7 @@ def test_guests_go_as_they_are(device: torch.device, alternate: bool) -> None:
             means = [mean for mean, _ in reduced]
         else:
             _, means, left = twin.run(given)
-            assert left.residuals[1:] == [None, None]
+            assert left.kept.residuals[1:] == [None, None]
         assert torch.equal(means[1].cpu(), given[1] / 2)
         assert torch.equal(means[2].cpu(), given[2] / 2)
         assert not torch.equal(means[0].cpu(), given[0] / 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradzip import Option, Policy, parse
+from gradzip.codecs.base import Apart, Kept
 from gradzip.collectives import route_of
 from gradzip.errors import Unsupported
 from gradzip.feedback import Memory, clean_name
@@ -211,3 +212,56 @@ def test_what_waits_does_not_hold_the_memory_of_the_rest() -> None:
     assert torch.equal(kept, torch.ones(1000))
     assert kept.untyped_storage().nbytes() == kept.nbytes
     assert torch.equal(memory._residuals["gradient/used"], torch.full((1000,), 3.0))
+
+
+def test_what_is_kept_as_one_is_what_each_keeps() -> None:
+    """Whoever asks, and after steps that were dropped; what was there before goes away."""
+    memory, names = Memory(rank=0), ("a", "guest", "b")
+    owner, other = object(), object()
+
+    def kept(value: float) -> Apart:
+        return Apart(
+            [torch.full((2,), value), None, torch.full((3,), value)], [{"q": torch.tensor(value)}, {}, {"q": 1}]
+        )
+
+    def step(value: float, owner: object = owner, succeeds: bool = True) -> tuple[Kept, list[torch.Tensor]]:
+        gradients = [torch.zeros(2), torch.zeros(4), torch.zeros(3)]
+        before = memory.of_all(owner, names, "powersgd", gradients, 2.0)
+        memory.keep_all(owner, names, "powersgd", kept(value))
+        memory.commit() if succeeds else memory.drop()
+        return before, gradients
+
+    memory.lost("guest", torch.ones(4))
+    memory.lost("b", torch.full((3,), 5.0))
+    memory.commit()
+    before, _ = step(1.0)
+    assert [None if r is None else float(r[0]) for r in before.residuals] == [None, 1.0, 5.0]
+    assert before.states == [{}, {}, {}]
+    again, _ = step(2.0, succeeds=False)
+    assert again.residuals[0] is not None
+    assert float(again.residuals[0][0]) == 1.0
+    assert step(3.0)[0] is again, "nothing came of the step that was dropped"
+    assert memory.residuals
+    assert {key: float(value.view(-1)[0]) for key, value in memory._residuals.items()} == {}, "it is still together"
+    assert float(memory.compensated("b", torch.zeros(3), 2.0)[0]) == 6.0
+    before, _ = step(4.0)
+    assert [None if r is None else float(r[0]) for r in before.residuals] == [3.0, None, 3.0]
+    before, _ = step(7.0, owner=other)
+    assert [None if r is None else float(r[0]) for r in before.residuals] == [4.0, None, 4.0]
+    assert before.states[0]["q"] == 4.0
+    assert memory.held() == {"a": 8 + 4, "b": 12}
+    saved = memory.state_dict()
+    assert {key for key in saved if "residual" in key} == {"rank0/residual/gradient/a", "rank0/residual/gradient/b"}
+    step(8.0)
+    memory.load_state_dict(saved, {"a": torch.Size([2]), "b": torch.Size([3])}, torch.device("cpu"))
+    assert float(memory.compensated("a", torch.zeros(2))[0]) == 7.0
+
+    (patient := Memory(rank=0, patient=True)).keep_all(owner, names, "powersgd", kept(1.0))
+    patient.commit()
+    assert float(patient._residuals["gradient/a"][0]) == 1.0, "each may have to wait by itself"
+    halves = Memory(rank=0)
+    halves.forms = {"b": "bf16"}
+    halves.keep_all(owner, names, "powersgd", kept(1.0))
+    halves.commit()
+    assert halves._residuals["gradient/b"].dtype == torch.bfloat16
+    assert halves._states["powersgd/a"]["q"] == 1.0

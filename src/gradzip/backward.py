@@ -264,7 +264,7 @@ class Backward:
         memory, number, scale = self.memory, self.number, self.scale
         for draft in self.late.drafts(self._waiting, self.ways, self.channel.rank, self.channel.world):
             memory.forms |= draft.forms
-            for context in draft.contexts:
+            for context in draft.dated:
                 context.step, context.scale = number, scale
             for context in draft.stateful:
                 context.state = memory.state(context.name, draft.codec.name)

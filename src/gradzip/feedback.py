@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .codecs.base import wide
+from .codecs.base import Apart, Kept, wide
 from .errors import Unsupported, nearest
 from .sensitivity.near import memory_order
 
@@ -31,8 +32,20 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+class _Bundle:
+    """What many parameters keep as one, under a codec."""
+
+    def __init__(self, owner: object, names: Sequence[str], codec: str, kept: Kept) -> None:
+        self.owner, self.names, self.codec, self.kept = owner, names, codec, kept
+        self.next = kept  # what it will be if the step succeeds
+
+
 class Memory:
-    """Residuals, kept unscaled, and the state that codecs keep in `Context.state`."""
+    """Residuals, kept unscaled, and the state that codecs keep in `Context.state`.
+
+    What a reduction in place keeps of all its gradients stays together: nothing is done for each of them in a step.
+    Whoever asks for a single one takes it apart.
+    """
 
     def __init__(self, rank: int, patient: bool = False) -> None:
         """`patient`: residuals of a gradient that is all zero wait, as DDP may drop what is sent for it.
@@ -49,6 +62,9 @@ class Memory:
         self._wants_room: set[str] = set()
         self._next_states: dict[str, dict[str, Any]] = {}
         self._has_folded = False  # whether there may be residuals of sums to go with the gradient
+        self._bundles: dict[str, _Bundle] = {}  # by name
+        self._next_bundles: list[_Bundle] = []
+        self._bundling = threading.Lock()
 
     # -- residuals ----------------------------------------------------------------------------------------------
 
@@ -57,7 +73,7 @@ class Memory:
 
         `stage` tells the encodes of one route apart; `scale` is the loss scale that x carries.
         """
-        residual = self._residuals.get(f"{stage}/{name}")
+        residual = self._residual(name, stage)
         if self.patient and not bool(x.any()):
             self._waiting.add(f"{stage}/{name}")
             return x
@@ -76,7 +92,7 @@ class Memory:
         simple = not self.patient and not self._has_folded and is_exact(scale)
         result, changed, added = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for name, x in zip(names, tensors):
-            residual = self._residuals.get(f"{GRADIENT}/{name}")
+            residual = self._residual(name)
             if simple and residual is None:
                 result.append(x)
             elif simple and residual is not None and residual.dtype == x.dtype == torch.float32:
@@ -99,7 +115,7 @@ class Memory:
         simple = not self.patient and not self._has_folded and is_exact(scale)
         left = list[torch.Tensor | None]()
         for name, x in zip(names, tensors):
-            residual = self._residuals.get(f"{GRADIENT}/{name}")
+            residual = self._residual(name)
             plain = residual is not None and residual.dtype == torch.float32 and residual.device == x.device
             if simple and (residual is None or (plain and residual.is_contiguous())):
                 left.append(residual)
@@ -112,7 +128,7 @@ class Memory:
 
     def compensate(self, name: str, x: torch.Tensor, scale: float = 1.0, stage: str = GRADIENT) -> None:
         """`compensated` in place, for x in the type of sums."""
-        residual = self._residuals.get(f"{stage}/{name}")
+        residual = self._residual(name, stage)
         if residual is None or self.patient or (stage == GRADIENT and self._folded(name)):
             total = self.compensated(name, x, scale, stage)
             if total is not x:
@@ -140,7 +156,7 @@ class Memory:
             if given:
                 torch._foreach_div_(given, scale)
         for name, residual in zip(names, residuals):
-            if residual is not None or self._has_folded or f"{GRADIENT}/{name}" in self._residuals:
+            if residual is not None or self._has_folded or self._residual(name) is not None:
                 self.keep(name, residual)
 
     def keep(self, name: str, residual: torch.Tensor | None, stage: str = GRADIENT) -> None:
@@ -171,10 +187,16 @@ class Memory:
     @property
     def residuals(self) -> bool:
         """Whether something is held back."""
-        return bool(self._residuals)
+        bundled = {bundle.kept for bundle in self._bundles.values()}
+        return bool(self._residuals) or any(r is not None for kept in bundled for r in kept.residuals)
+
+    def _residual(self, name: str, stage: str = GRADIENT) -> torch.Tensor | None:
+        self._take_apart(name)
+        return self._residuals.get(f"{stage}/{name}")
 
     def fold(self) -> None:
         """Puts what was lost of sums back to this rank's gradients: the sum is the same, whatever route they take."""
+        self._take_all_apart()
         for key in [key for key in self._residuals if key.startswith("sum")]:
             self._residuals[f"{_FOLDED}{key}"] = self._residuals.pop(key)
             self._has_folded = True
@@ -192,7 +214,59 @@ class Memory:
         """The state of one parameter under one codec, for this step to change; by codec name, so that it survives
         a change of the codec's options."""
         key = f"{codec}/{name}"
+        self._take_apart(name)
         return self._next_states.setdefault(key, dict(self._states.get(key, {})))
+
+    # -- what many parameters keep as one -----------------------------------------------------------------------
+
+    def of_all(
+        self, owner: object, names: Sequence[str], codec: str, tensors: Sequence[torch.Tensor], scale: float
+    ) -> Kept:
+        """What is kept of these gradients: as `owner` left it where nothing else has to be done, or each by itself."""
+        bundle = self._bundles.get(names[0])
+        if bundle is not None and bundle.owner is owner and not self._has_folded and is_exact(scale):
+            return bundle.kept
+        return Apart(self.to_add(names, tensors, scale), [self.state(name, codec) for name in names])
+
+    def keep_all(self, owner: object, names: Sequence[str], codec: str, kept: Kept) -> None:
+        """Takes what this step leaves of all of them."""
+        bundle = self._bundles.get(names[0])
+        if bundle is None or bundle.owner is not owner:
+            if self.patient or any(self.forms.get(name) in ("bf16", "cpu") for name in names):
+                self.lost_all(names, kept.residuals)
+                self._next_states |= {f"{codec}/{name}": state for name, state in zip(names, kept.states)}
+                return
+            bundle = _Bundle(owner, names, codec, kept)
+        bundle.next = kept
+        self._next_bundles.append(bundle)
+
+    def _take_apart(self, name: str) -> None:
+        bundle = self._bundles.get(name)
+        if bundle is None:
+            return
+        with self._bundling:  # those of a bundle may be asked for on several threads
+            if self._bundles.get(name) is not bundle:
+                return
+            for each, residual, state in zip(bundle.names, bundle.kept.residuals, bundle.kept.states):
+                if residual is not None:
+                    self._residuals[f"{GRADIENT}/{each}"] = residual
+                if state:
+                    self._states[f"{bundle.codec}/{each}"] = state
+            for each in bundle.names:
+                del self._bundles[each]
+
+    def _take_all_apart(self) -> None:
+        for name in list(self._bundles):
+            self._take_apart(name)
+
+    def _put_together(self, bundle: _Bundle) -> None:
+        for name in bundle.names:
+            if self._bundles.get(name) is not bundle:
+                self._take_apart(name)
+                self._residuals.pop(f"{GRADIENT}/{name}", None)
+                self._spares.pop(f"{GRADIENT}/{name}", None)
+                self._states.pop(f"{bundle.codec}/{name}", None)
+                self._bundles[name] = bundle
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -205,18 +279,23 @@ class Memory:
             self._spare(key, self._residuals.get(key))
             self._residuals[key] = residual
         self._states.update({key: state for key, state in self._next_states.items() if state})
+        for bundle in self._next_bundles:
+            if self._bundles.get(bundle.names[0]) is not bundle:
+                self._put_together(bundle)
+            bundle.kept = bundle.next
         self._next_residuals = {}
         self.drop()
 
     def drop(self) -> None:
         for key, residual in self._next_residuals.items():
             self._spare(key, residual)
-        self._next_residuals, self._next_states, self._waiting = {}, {}, set()
+        self._next_residuals, self._next_states, self._next_bundles, self._waiting = {}, {}, [], set()
 
     # -- what is held -------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, int]:
         """Bytes held from step to step, by parameter name."""
+        self._take_all_apart()
         out: dict[str, int] = {}
         for key, residual in (*self._residuals.items(), *self._spares.items()):
             name = key.partition("/")[2]
@@ -230,6 +309,7 @@ class Memory:
 
     def state_dict(self) -> dict[str, Value]:
         """Flat, tensors and numbers only. What differs between ranks has the rank in its key."""
+        self._take_all_apart()
         own = f"rank{self.rank}/"
         out: dict[str, Value] = {f"{own}residual/{key}": r.clone() for key, r in self._residuals.items()}
         for key, state in self._states.items():
@@ -274,7 +354,7 @@ class Memory:
                 "torch.distributed.checkpoint is read by handle.load_checkpoint(path), which asks for all of them"
             )
         self.drop()
-        self._residuals, self._states = residuals, states
+        self._residuals, self._states, self._bundles = residuals, states, {}
         self._has_folded = any(key.startswith(_FOLDED) for key in residuals)
 
 

@@ -82,7 +82,8 @@ class Draft:
     route: str
     tensors: list[torch.Tensor] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
-    stateful: list[Context] = field(default_factory=list)  # those of them whose codec keeps something
+    dated: list[Context] = field(default_factory=list)  # those of them that have to know of the step
+    stateful: list[Context] = field(default_factory=list)  # those of them whose codec keeps something there
     forms: dict[str, str | None] = field(default_factory=dict)  # by name
     prepared: Prepared | None = None
 
@@ -137,4 +138,7 @@ def _drafted(named: Named, ways: Mapping[str, Way], rank: int, world: int) -> li
             host.forms |= guest.forms
     for draft in drafts.values():
         draft.prepared = Prepared(draft.codec, draft.tensors, draft.contexts)
+        draft.dated = draft.contexts
+        if draft.prepared.in_place is not None:  # it asks for tensors alone, and Memory keeps what it leaves as one
+            draft.dated, draft.stateful = draft.contexts[:1], []
     return list(drafts.values())

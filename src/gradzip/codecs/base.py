@@ -46,10 +46,39 @@ class Reduced(NamedTuple):
     residual: torch.Tensor | None  # what of this rank's own tensor did not get through; None: nothing was lost
 
 
+class Kept(ABC):
+    """What steps keep of tensors that are reduced in place; whoever made it may hold all of it as one."""
+
+    @property
+    @abstractmethod
+    def residuals(self) -> list[torch.Tensor | None]:
+        """As in Reduced, of each tensor, without the scale."""
+
+    @property
+    @abstractmethod
+    def states(self) -> list[dict[str, Any]]:
+        """As in Context, of each tensor."""
+
+
+class Apart(Kept):
+    """The same for each tensor by itself."""
+
+    def __init__(self, residuals: list[torch.Tensor | None], states: list[dict[str, Any]]) -> None:
+        self._residuals, self._states = residuals, states
+
+    @property
+    def residuals(self) -> list[torch.Tensor | None]:
+        return self._residuals
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return self._states
+
+
 class Left(NamedTuple):
     """What a reduction in place leaves beside the means."""
 
-    residuals: list[torch.Tensor | None]  # as in Reduced, without the scale
+    kept: Kept
     finite: bool  # whether all means are
 
 
@@ -59,13 +88,12 @@ class InPlace(ABC):
     @abstractmethod
     def reduce(
         self,
-        contexts: list[Context],
-        before: list[torch.Tensor | None],
+        before: Kept,
         scale: float,
         average: Callable[[torch.Tensor], None],
         enqueued: Callable[[], None],
     ) -> Left:
-        """As Codec.reduce, where `scale` times what is in `before` is first added to each tensor.
+        """As Codec.reduce, where `scale` times the residual of each tensor is first added to it.
 
         `enqueued` is called once all that makes the means is on the current stream, maybe still to be done; from then
         on nothing reads them.

@@ -23,22 +23,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
 from ..engines.cuda import factors, hot
 from ..errors import Unsupported
-from .base import Context, InPlace, Left, Lossy, Reduced, register, wide
+from .base import Context, InPlace, Kept, Left, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
 Average = Callable[[torch.Tensor], None]
+_MOST_KNOWN = 16  # sets of addresses: memory comes back at the same few
 
 
 @register
@@ -106,7 +106,7 @@ class PowerSGD(Lossy):
         whole, groups = self._arranged(tuple(t.shape for t in tensors), tuple(ctx.whole for ctx in contexts), None)
         if not groups or not all(hot.serves(tensors[i]) for group in groups for i in group.places):
             return None
-        return Fused(self, tensors, whole, groups)
+        return Fused(self, tensors, whole, groups, contexts[0].seed)
 
     @lru_cache(maxsize=64)  # noqa: B019  # codecs are configurations, alike by their values
     def _arranged(
@@ -233,74 +233,64 @@ class _Batch:
 class Fused(InPlace):
     """A step by the kernels for matrices, and torch's operations for the rest."""
 
-    def __init__(self, codec: PowerSGD, tensors: list[torch.Tensor], whole: list[int], groups: list[_Group]) -> None:
-        self._rank, self._keeps = codec.rank, codec.error_memory is not None
-        self._places = [i for group in groups for i in group.places]  # factors lie as torch's operations have them
-        self._matrices = [tensors[i] for i in self._places]
+    def __init__(
+        self, codec: PowerSGD, tensors: list[torch.Tensor], whole: list[int], groups: list[_Group], seed: int
+    ) -> None:
+        self._keeps, self.count = codec.error_memory is not None, len(tensors)
+        self.places = [i for group in groups for i in group.places]  # factors lie as torch's operations have them
+        self.matrices = [tensors[i] for i in self.places]
         self._whole_places, self._whole = whole, [tensors[i] for i in whole]
         shapes = tuple(factors.Shape(group.rows, group.columns) for group in groups for _ in group.places)
-        self._plan = factors.plan(shapes, codec.rank, self._matrices[0].device)
+        self._plan = factors.plan(shapes, codec.rank, self.matrices[0].device)
         self._columns = [shape.columns for shape in shapes]
-        self._addresses = tuple(matrix.data_ptr() for matrix in self._matrices)
-        self._last: list[torch.Tensor] = []  # the factors of the last step, which need no second look
-        self._fresh: dict[int, dict[int, torch.Tensor]] = {}  # by seed and number of rows
+        like = self.matrices[0]
+        fresh = {n: _random(n, codec.rank, seed, like.device, like.dtype) for n in set(self._columns)}
+        self.fresh = [fresh[n] for n in self._columns]  # for columns of zeros
+        self._addresses, self._fresh_addresses = _addresses(self.matrices), _addresses(self.fresh)
+        self._known: dict[tuple[int, int], factors.Operands] = {}  # by where residuals and factors are
         self._flat: torch.Tensor | None = None  # for all that goes as it is
         self._parts: list[torch.Tensor] = []
 
-    def reduce(
-        self,
-        contexts: list[Context],
-        before: list[torch.Tensor | None],
-        scale: float,
-        average: Average,
-        enqueued: Callable[[], None],
-    ) -> Left:
-        places, own = self._places, [contexts[i] for i in self._places]
-        for i, tensor in zip(self._whole_places, self._whole):
-            _add(tensor, before[i], scale)
-        lost = [before[i] for i in places]
-        if not self._keeps:
-            for matrix, missing in zip(self._matrices, lost):
-                _add(matrix, missing, scale)
-            lost = [None] * len(lost)
-        starts, fresh = self._starts(own)
-        operands = factors.Operands(
-            self._addresses,
-            tuple(0 if x is None else x.data_ptr() for x in lost),
-            tuple(x.data_ptr() for x in starts),
-            tuple(fresh[columns].data_ptr() for columns in self._columns),
-        )
+    def reduce(self, before: Kept, scale: float, average: Average, enqueued: Callable[[], None]) -> Left:
+        own = before if isinstance(before, _Factored) and before.of is self else None
+        operands, _alive = self._apart(before, scale) if own is None else (self._together(own), None)
         largest = list[torch.Tensor]()  # of all that went as it is
         meanwhile = functools.partial(self._average_whole, average, largest)
-        found = self._plan.run(operands, self._matrices[0], average, self._keeps, scale, meanwhile)
+        found = self._plan.run(operands, self.matrices[0], average, self._keeps, scale, meanwhile)
         enqueued()
         finite = not int(found.flawed) and all(math.isfinite(x) for x in largest)  # waits, and leaves Python to others
-        self._last = list(_unflatten_dense_tensors(found.right, starts))  # type: ignore[no-untyped-call]
-        for ctx, factor in zip(own, self._last):
-            ctx.state.pop("p", None)
-            ctx.state.pop("half", None)
-            ctx.state["q"] = factor
-        residuals: list[torch.Tensor | None] = [None] * len(contexts)
-        if found.after is not None:
-            parts = _unflatten_dense_tensors(found.after, self._matrices)  # type: ignore[no-untyped-call]
-            for i, part in zip(places, parts):
-                residuals[i] = part
-        return Left(residuals, finite)
+        return Left(_Factored(self, found.right, found.after), finite)
 
-    def _starts(self, contexts: list[Context]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-        """The factors to start from, as they are; and what replaces columns of zeros, by the number of rows."""
-        like, seed = self._matrices[0], contexts[0].seed
-        if seed not in self._fresh:
-            self._fresh[seed] = {n: _random(n, self._rank, seed, like.device, like.dtype) for n in set(self._columns)}
-        fresh = self._fresh[seed]
-        last = [ctx.state.get("q") for ctx in contexts]
-        if self._last and all(map(operator.is_, last, self._last)):
-            return self._last, fresh
+    def _together(self, own: _Factored) -> factors.Operands:
+        """Of what the last step left, which lies as kernels put it."""
+        lost = 0 if own.after is None else own.after.data_ptr()
+        place = lost, own.right.data_ptr()
+        if place not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            befores = _addresses(own.lost()) if lost else (0,) * len(self.matrices)
+            self._known[place] = factors.Operands(
+                self._addresses, befores, _addresses(own.factors()), self._fresh_addresses
+            )
+        return self._known[place]
+
+    def _apart(self, before: Kept, scale: float) -> tuple[factors.Operands, object]:
+        """Of anything; the second is to be kept until kernels are through."""
+        residuals, states = before.residuals, before.states
+        for i, tensor in zip(self._whole_places, self._whole):
+            _add(tensor, residuals[i], scale)
+        lost = [residuals[i] for i in self.places]
+        if not self._keeps:
+            for matrix, missing in zip(self.matrices, lost):
+                _add(matrix, missing, scale)
+            lost = [None] * len(lost)
+        last = [states[i].get("q") for i in self.places]
         starts = [
-            fresh[n] if q is None else _columns(q, fresh[n]).to(like.dtype).contiguous()
-            for q, n in zip(last, self._columns)
+            fresh if q is None else _columns(q, fresh).to(fresh.dtype).contiguous()
+            for q, fresh in zip(last, self.fresh)
         ]
-        return starts, fresh
+        befores = tuple(0 if x is None else x.data_ptr() for x in lost)
+        return factors.Operands(self._addresses, befores, _addresses(starts), self._fresh_addresses), (lost, starts)
 
     def _average_whole(self, average: Average, largest: list[torch.Tensor]) -> None:
         if not self._whole:
@@ -313,6 +303,38 @@ class Fused(InPlace):
         average(self._flat)
         torch._foreach_copy_(self._whole, self._parts)
         largest.append(torch.linalg.vector_norm(self._flat, math.inf))
+
+
+class _Factored(Kept):
+    """What kernels leave: the right factors of all matrices, and what was lost of all of them."""
+
+    def __init__(self, of: Fused, right: torch.Tensor, after: torch.Tensor | None) -> None:
+        self.of, self.right, self.after = of, right, after
+
+    def factors(self) -> list[torch.Tensor]:
+        return list(_unflatten_dense_tensors(self.right, self.of.fresh))  # type: ignore[no-untyped-call]
+
+    def lost(self) -> list[torch.Tensor]:
+        return list(_unflatten_dense_tensors(self.after, self.of.matrices))  # type: ignore[no-untyped-call]
+
+    @property
+    def residuals(self) -> list[torch.Tensor | None]:
+        residuals: list[torch.Tensor | None] = [None] * self.of.count
+        if self.after is not None:
+            for i, part in zip(self.of.places, self.lost()):
+                residuals[i] = part
+        return residuals
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = [{} for _ in range(self.of.count)]
+        for i, factor in zip(self.of.places, self.factors()):
+            states[i]["q"] = factor
+        return states
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def _add(x: torch.Tensor, lost: torch.Tensor | None, scale: float) -> None:

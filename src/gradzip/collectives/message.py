@@ -74,7 +74,8 @@ class Prepared:
     """What is found out once about gradients that travel together by a codec, and stay where they are."""
 
     def __init__(self, codec: Codec, tensors: list[torch.Tensor], contexts: list[Context]) -> None:
-        names, shapes = tuple(ctx.name for ctx in contexts), tuple(t.shape for t in tensors)
+        names = self.names = tuple(ctx.name for ctx in contexts)
+        shapes = tuple(t.shape for t in tensors)
         self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
         self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
         if self.in_place is not None:
@@ -325,8 +326,8 @@ def _values(message: Message, channel: Channel, job: Job, outcome: Outcome) -> S
 def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
     """The codec calls for averages and waits for them; other messages go on in other stages."""
     _wait_for(message.ready)
-    names = [ctx.name for ctx in message.contexts]
-    fused = message.prepared.in_place if message.prepared is not None else None
+    assert message.prepared is not None
+    names, fused = message.prepared.names, message.prepared.in_place
     sums = list[torch.Tensor]()
 
     def average(flat: torch.Tensor) -> None:
@@ -344,9 +345,10 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
             sums.append(torch.linalg.vector_norm(flat, 1, dtype=torch.float64))
 
     if fused is not None:
-        before = message.memory.to_add(names, message.tensors, message.scale)
-        left = fused.reduce(message.contexts, before, message.scale, average, message.enqueued or _nobody)
-        message.memory.lost_all(names, left.residuals)
+        name = message.codec.name
+        before = message.memory.of_all(fused, names, name, message.tensors, message.scale)
+        left = fused.reduce(before, message.scale, average, message.enqueued or _nobody)
+        message.memory.keep_all(fused, names, name, left.kept)
         outcome.finite = left.finite
         return
     inputs = message.memory.compensated_all(names, message.tensors, message.scale)
