@@ -6,6 +6,7 @@ from pieces import NOT_RUN, TASKS, Results, Row, of, table
 
 GOALS = {"gcomp-cifar": 75.0, "gcomp-sst2-adamw": 88.0}  # per cent of the test pictures, of the dev sentences
 NO_HANDLE = {"plain": "1", "torch bf16": "2"}  # ratios of what is not gradzip's
+ORDER = ("plain", "torch", "gcomp", "gcomp:own=lossless", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
 PARTS = (0.25, 0.5, 1.0)  # of the time that a language model has
 
 # GComp's Figure 10, per cent of the time without compression: by its text, and by its bars where the text has none.
@@ -24,6 +25,11 @@ def reached(row: Row) -> float | None:
     """Seconds until the row's evaluations reach the goal of its task."""
     pairs = (item.split(":") for item in row["evaluations"].split())
     return next((float(at) for at, value in pairs if float(value) >= GOALS[row["task"]]), None)
+
+
+def _place(policy: str) -> int:
+    """Where a policy stands in a table: at the longest beginning that it has."""
+    return max(range(len(ORDER)), key=lambda i: (len(ORDER[i]) if policy.startswith(ORDER[i]) else 0, -i))
 
 
 def _ratio(row: Row) -> str:
@@ -96,7 +102,7 @@ def gpt(read: Results) -> str:
     ]
     rows = read("gpt/results.csv")
     for network in dict.fromkeys(row["network"] for row in rows):
-        own = of(rows, network=network)
+        own = sorted(of(rows, network=network), key=lambda row: _place(row["policy"]))
         seconds = min(float(row["seconds"]) for row in own)
         moments = [seconds * part for part in PARTS]
         lines = [

@@ -6,7 +6,7 @@
 #     batch       milliseconds per batch of PowerSGD's tables              10 Gbit/s
 #     accuracy    GComp's Figures 15 and 20: ResNet-18 on CIFAR-10         10 Gbit/s
 #     sentences   the same: MiniLM on SST-2                                10 Gbit/s
-#     allreduce-pictures, allreduce-sentences: GComp's Figure 10       RATE, 10 Gbit/s
+#     allreduce-pictures, allreduce-sentences: GComp's Figure 10, with RATE=1 at 1 instead of 10 Gbit/s
 #     plans       profiles GPT-2 and plans for 10 and 1 Gbit/s, into OUT/gpt/plans
 #     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
@@ -54,7 +54,7 @@ allreduce() { # task, name of the gradient, learning rate that it is made with
     if [ ! -f "$gradient" ]; then
         "$python" "$here/gcomp/gradient.py" --task "$1" --data "$data" --lr "$3" ${LIMIT:+--steps 2} "$gradient" || return
     fi
-    ranks 4 "${RATE:-10}" "$python" -m gradzip bench net --input "$gradient" ${LIMIT:+--values "$LIMIT"000} --rounds 3 \
+    ranks 4 "${RATE:-10}" "$python" -m gradzip bench net --input "$gradient" ${LIMIT:+--values "$LIMIT"000} --rounds "${ROUNDS:-3}" \
         --codecs "${CODECS:-gcomp;gcomp:mode=lossless;gcomp:keep=7;zstd:level=1;zlib:level=1}" \
         --csv "$out/gcomp/allreduce.csv"
 }
