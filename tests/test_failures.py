@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,11 +15,13 @@ from training import same, start
 from gradzip import Context, Fixed, GradzipWarning, Option, Policy, Rules
 from gradzip.codecs import register
 from gradzip.codecs.baseline import Identity
+from gradzip.collectives import channel
 
 FAILURES = {  # what rank 0 and rank 1 keep as the error, and what both are told
     "codecs differ": ("PeerError", "PeerError", ["Rank 0: plain averaging", "Rank 1: topk:ratio=0.05"]),
     "one rule differs": ("PeerError", "PeerError", ["Rank 0: ", "Rank 1: ", "x identity", "x topk"]),
     "steps differ": ("PeerError", "PeerError", ["at step 0", "at step 7"]),
+    "sizes differ": ("PeerError", "PeerError", ["Rank 0: onebit", "Rank 1: topk:ratio=0.9"]),
     "encode fails": ("PeerError", "OverflowError", ["cannot encode", "weight"]),
     "decode fails": ("PeerError", "OverflowError", ["cannot decode", "weight"]),
     "policy fails": ("PeerError", "ZeroDivisionError", ["divides by zero"]),
@@ -58,18 +61,26 @@ class Faulty(Identity):
         super()._decode(body, ctx, out, add)
 
 
+def late_to_agree(what: str, stage: int, number: int) -> None:
+    if what == "agree":
+        time.sleep(0.3)
+
+
 def failing(rank: int) -> dict[str, dict[str, str]]:
     register(Faulty)
     policies: dict[str, str | Policy] = {
         "codecs differ": Fixed("identity" if rank == 0 else "topk:ratio=0.05"),
         "one rule differs": Rules({"0.weight": "topk" if rank == 0 else "identity", "*": "topk"}),
         "steps differ": "topk",
+        "sizes differ": Fixed("onebit" if rank == 0 else "topk:ratio=0.9"),
         "encode fails": Fixed("faulty:where=encode"),
         "decode fails": Fixed("faulty:where=decode"),
         "policy fails": Broken(9 if rank == 1 else 1000),
     }
     out = {}
     for kind in FAILURES:
+        # Data is there before ranks find out that they disagree: what is too long for a buffer must not meet it.
+        channel._probe = late_to_agree if kind == "sizes differ" else None
         run = start(policies[kind])
         assert run.handle is not None
         if rank == 1 and kind == "steps differ":

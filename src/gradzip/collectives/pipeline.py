@@ -4,10 +4,11 @@ A job is a generator that yields what it wants exchanged (see executor.py). Stag
 starts it; stage i+1 waits for what comes from the others and goes on. Each stage is a thread that takes jobs strictly
 in the order of submission, so what is issued, and in which order, never depends on timing.
 
-Before the first data of a message moves, all ranks compare a digest of what they are about to do, in a thread of its
-own while the first chunk is coded. A rank that does something else is found out there, and everybody raises. How a
-message is cut up, and how long each part of it can be, follows from what was agreed: no size has to be asked for, and
-buffers wait for the data before it is sent.
+All ranks compare a digest of what they are about to do, message by message, in a thread of its own while the first
+chunk is coded and sent. A rank that does something else is found out there, and everybody raises. How a message is cut
+up, and how long each part of it can be, follows from what is agreed: no size has to be asked for, and buffers wait for
+the data before it is sent. Data that moves before all agree has the digest in its tag, so that it meets only buffers
+that were made for it, and nobody looks at what came until all agree.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ ROW_VERSION = 2
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
 _EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
-_JOBS = 1 << 18  # after so many, tags are used again
-_SIZES = _JOBS * _EXCHANGES  # tags of questions for sizes start here
+_JOBS = 1 << 6  # after so many, tags are used again: ranks are never that far apart, see IN_FLIGHT
+_DIGESTS = 1 << 12  # what is left of a tag for what is agreed on
+_SIZES = _DIGESTS * _JOBS * _EXCHANGES  # tags of questions for sizes start here
+_AGREEMENTS = 1 << 18  # after so many, their tags are used again
 
 
 class Agreement:
     """What all ranks must be about to do, and whether they are."""
 
     def __init__(self, what: str) -> None:
-        self.what = what
+        self.what, self.digest = what, digest(what)
         self.number = -1
         self.reached = threading.Event()
 
@@ -67,7 +70,8 @@ class Job:
     ended: bool = False
 
     def tag(self, wanted: Exchange | AllReduce) -> int:
-        return self.number % _JOBS * _EXCHANGES + self.first_exchange + wanted.number
+        what, job = self.agreement.digest % _DIGESTS, self.number % _JOBS
+        return (what * _JOBS + job) * _EXCHANGES + self.first_exchange + wanted.number
 
 
 class _Transfer:
@@ -185,7 +189,7 @@ class Pipeline:
 
     def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
         """An exchange from inside a job, for codecs that call instead of yielding; it waits."""
-        return self._begin(job, wanted, stage=0).wait()
+        return self._received(job, self._begin(job, wanted, stage=0))
 
     def describe(self, number: int) -> str:
         """The words of a job that is under way, for traces; empty if there is none of that number."""
@@ -217,9 +221,9 @@ class Pipeline:
         while (agreement := self._agree.get()) is not None:
             if self._probe:
                 self._probe("agree", 0, agreement.number)
-            own = torch.tensor([ROW_VERSION, digest(agreement.what)])
+            own = torch.tensor([ROW_VERSION, agreement.digest])
             try:
-                rows = self._gloo.send_row(own, others, others, agreement.number % _JOBS)
+                rows = self._gloo.send_row(own, others, others, agreement.number % _AGREEMENTS)
                 rows.wait()
                 if any(not torch.equal(row, own) for row in rows.received.values()):
                     raise self._disagree(agreement)
@@ -244,14 +248,14 @@ class Pipeline:
         """Codes until the next exchange and starts it. At the last stage all the rest of a job, exchanges and all."""
         began = time.perf_counter()
         try:
-            received = None if transfer is None else transfer.wait()
+            received = None if transfer is None else self._received(job, transfer)
         finally:
             if stage > 0:
                 self._free[stage - 1].release()
         wanted = self._resume(stage, job, received, began)
         while stage == STAGES:
             began = time.perf_counter()
-            wanted = self._resume(stage, job, self._begin(job, wanted, stage).wait(), began)
+            wanted = self._resume(stage, job, self._received(job, self._begin(job, wanted, stage)), began)
         self._free[stage].acquire()
         started = self._begin(job, wanted, stage)
         with self._changed:
@@ -277,10 +281,9 @@ class Pipeline:
     # -- exchanges ----------------------------------------------------------------------------------------------
 
     def _begin(self, job: Job, wanted: Exchange | AllReduce, stage: int) -> _Transfer | _Carried:
-        """Starts data on its way, once all ranks agree on what is done."""
-        job.agreement.reached.wait()
-        if self.error is not None:
-            raise self.error
+        """Starts data on its way. What no tag tells apart has to wait until all ranks agree on what is done."""
+        carried = self.carrier is not None and isinstance(wanted, Exchange) and wanted.carried
+        self._check(job, agreed=isinstance(wanted, AllReduce) or wanted.most is None or carried)
         if self._probe:
             self._probe("start", stage, job.number)
         if isinstance(wanted, AllReduce):
@@ -313,6 +316,19 @@ class Pipeline:
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
         return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
+
+    def _received(self, job: Job, transfer: _Transfer | _Carried) -> Parts:
+        """What came from the others, who do the same as this rank."""
+        parts = transfer.wait()
+        self._check(job, agreed=True)
+        return parts
+
+    def _check(self, job: Job, agreed: bool) -> None:
+        """Raises if the channel has failed; `agreed`: waits until all ranks agree on the job."""
+        if agreed:
+            job.agreement.reached.wait()
+        if self.error is not None:
+            raise self.error
 
     def _carry(self, carrier: Carrier, job: Job, wanted: Exchange, group: Members) -> _Carried:
         assert wanted.most is not None
