@@ -19,6 +19,12 @@ const gz_floor* floor_of(const gz_piece& piece) {
     return piece.floor.given || piece.floor.theta ? &piece.floor : nullptr;
 }
 
+gz_job job_of(const gz_job& job, const gz_piece& piece) {
+    gz_job used = job;
+    if (piece.exact) used.mode = GZ_LOSSLESS;
+    return used;
+}
+
 void write_header(uint8_t* out, int codec, int dtype, uint64_t n, uint64_t body) {
     const uint8_t head[8] = {'G', 'Z', kVersion, uint8_t(codec), uint8_t(dtype), 0, 0, 0};
     std::memcpy(out, head, sizeof head);
@@ -72,6 +78,7 @@ struct Failure {
 Failure sum_blocks(const gz_job& job, const gz_piece& piece, const Term* const* terms, uint64_t term_count, uint64_t first,
                    uint64_t last, bool add, const Kernels* use) {
     const uint64_t item = uint64_t(float_layout(job.dtype).item_bytes);
+    const gz_job used = job_of(job, piece);
     uint8_t* out = static_cast<uint8_t*>(piece.values);
     const bool stream = !add && term_count == 1 && piece.n * item >= kStreamBytes;
     const uint64_t step = term_count == 1 ? last - first : kGroup;
@@ -80,7 +87,7 @@ Failure sum_blocks(const gz_job& job, const gz_piece& piece, const Term* const* 
         for (uint64_t t = 0; t < term_count; t++) {
             const bool adds = add || t > 0;
             if (const void* values = terms[t]->values) {
-                const Source source{job, values, piece.n, floor_of(piece), use};
+                const Source source{used, values, piece.n, floor_of(piece), use};
                 for (uint64_t number = at; number < end; number++)
                     use->round(source.block(number, nullptr), {out + number * kBlock * item, adds, false}, scratch()[0]);
             } else if (int error = decode_blocks(terms[t]->body, at, end, job.dtype, floor_of(piece), job.shift, adds, stream,
@@ -107,7 +114,7 @@ int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint64_t cou
         if (piece.lost && job->dtype != GZ_FLOAT32) return GZ_BAD_ARGUMENT;
         if (at > capacity || capacity - at < kHeader + padded(gz_bound(piece.n, job->dtype))) return GZ_NO_ROOM;
         uint8_t* frame = out + at;
-        const int64_t body = encode_body(*job, piece.values, piece.n, floor_of(piece), piece.lengths, frame + kHeader,
+        const int64_t body = encode_body(job_of(*job, piece), piece.values, piece.n, floor_of(piece), piece.lengths, frame + kHeader,
                                          capacity - at - kHeader, threads, {static_cast<uint8_t*>(piece.lost), scale});
         if (body < 0) return body;
         write_header(frame, codec, job->dtype, piece.n, uint64_t(body));
@@ -122,8 +129,9 @@ int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint64_t cou
 int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float scale) {
     for (uint64_t i = 0; i < count; i++) {
         const gz_piece& piece = pieces[i];
-        if (!valid(*job, piece.n, floor_of(piece)) || job->dtype != GZ_FLOAT32 || !piece.lost) return GZ_BAD_ARGUMENT;
-        const Source source{*job, piece.values, piece.n, floor_of(piece), kernels()};
+        const gz_job used = job_of(*job, piece);
+        if (!valid(used, piece.n, floor_of(piece)) || job->dtype != GZ_FLOAT32 || !piece.lost) return GZ_BAD_ARGUMENT;
+        const Source source{used, piece.values, piece.n, floor_of(piece), kernels()};
         for (uint64_t number = 0; number < blocks_of(piece.n); number++)
             source.kernels->lost(source.block(number, nullptr), scale, static_cast<uint8_t*>(piece.lost) + number * kBlock * 4, scratch()[0]);
     }
@@ -139,7 +147,7 @@ int64_t gz_sum_frames(const gz_job* job, const gz_part* parts_of_sum, uint64_t p
         *failed = p;
         if (parts_of_sum[p].values)
             for (uint64_t i = 0; i < count; i++)
-                if (!valid(*job, pieces[i].n, floor_of(pieces[i]))) return GZ_BAD_ARGUMENT;
+                if (!valid(job_of(*job, pieces[i]), pieces[i].n, floor_of(pieces[i]))) return GZ_BAD_ARGUMENT;
         if (int error = read_part(*job, parts_of_sum[p], pieces, count, codec, terms[p])) return error;
     }
     const Kernels* use = kernels();

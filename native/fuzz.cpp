@@ -151,7 +151,7 @@ void check(const Case& c, const std::vector<uint8_t>& body, bool add, bool ring,
     tally->accepted += !first.code;
 }
 
-// --- Frames: the same tensor twice, as an exchange sends it ---
+// --- Frames: the same tensor twice, as an exchange sends it; in near mode the second one exact ---
 
 constexpr int kCodecId = 2;
 
@@ -164,7 +164,7 @@ struct Pieces {
           lost{Buffer(loses ? c.values.size() : 0, c.offset), Buffer(loses ? c.values.size() : 0, c.offset)} {
         for (int i = 0; i < 2; i++)
             piece[i] = {values[i].data, c.n, c.has_floor() ? floors.rule : gz_floor{}, c.lengths.empty() ? nullptr : lengths.data,
-                        loses ? lost[i].data : nullptr};
+                        loses ? lost[i].data : nullptr, i == 1 && c.job.mode == GZ_NEAR};
     }
 };
 

@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 4
+#define GZ_VERSION 5
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -89,6 +89,7 @@ typedef struct {
     gz_floor floor;          // all NULL: there is none
     const uint8_t* lengths;  // 256 per segment; NULL: sampled, or in the frame
     void* lost;              // encoders: where what is lost goes, n float32 divided by `scale`; NULL: nowhere
+    int32_t exact;           // non-zero: coded as by GZ_LOSSLESS, whatever the job's mode
 } gz_piece;
 
 // Writes frames without checksums for all pieces; `codec` is their codec id. Values with `lost` are float32. Returns the
@@ -99,7 +100,7 @@ GZ_API int64_t gz_encode_frames(const gz_job* job, const gz_piece* pieces, uint6
 // Only notes what encoding would lose.
 GZ_API int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float scale);
 
-// One part of a sum: frames; or values, as they would be decoded from frames made by `job`.
+// One part of a sum: frames; or values, as they would be decoded from frames made by `job`, or of pieces that are exact.
 typedef struct {
     const uint8_t* data;
     uint64_t size;

@@ -128,6 +128,7 @@ def test_near_misses_are_named(text: str, message: str) -> None:
         "gcomp:book=mine",
         "gcomp:own=keep",
         "gcomp:keep=7,own=lossless",
+        "gcomp:mode=lossless,own=near",
         "gcomp:mode=lossless,own=lossless",
         "cast:to=int8",
         "cast:feedback=maybe",

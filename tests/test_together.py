@@ -30,10 +30,11 @@ CODECS = (
     *("gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=3", "gcomp:keep=5,round=truncate,feedback=bf16"),
     *("gcomp", "gcomp:ulps=4096", "gcomp:mode=paper", "gcomp:mode=lossless,book=shared", "gcomp:book=shared"),
     *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless", "gcomp:own=lossless,book=shared"),
+    *("gcomp:feedback=true", "gcomp:own=near"),
 )
 ON_GPU = (
     *("gcomp:mode=lossless", "gcomp:keep=3", "gcomp:ulps=4096", "gcomp:book=shared"),
-    *("gcomp:own=lossless", "gcomp:ulps=4096,own=lossless"),
+    *("gcomp:feedback=true", "gcomp:ulps=4096,own=lossless"),
 )
 WORLD, SIZES, FEW, STEPS = 3, (4200, 2, 0, 300), (300, 2, 0, 500), 2
 
@@ -54,7 +55,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 class Ranks:
-    """A few ranks in one thread, which take turns; their memories live from step to step."""
+    """A few ranks in one thread, which take turns; their memories live from step to step.
+
+    Every other gradient, on each rank others, is one of BF16 arithmetic: with `own=auto` frames of both kinds meet.
+    """
 
     def __init__(self, codec: str, scale: float, sizes: tuple[int, ...]) -> None:
         self.codec, self.scale, self.sizes = parse(codec), scale, sizes
@@ -62,29 +66,38 @@ class Ranks:
         for memory in self.memories:
             memory.forms = {str(i): self.codec.error_memory for i in range(len(sizes))}
 
-    def mean(self, route: Route, step: int) -> list[list[torch.Tensor]]:
-        """What all ranks end with."""
-        runs, results = [], []
+    def own(self, rank: int, number: int, step: int = 0) -> torch.Tensor:
+        """What a rank has of a tensor."""
+        x = gradient(self.sizes[number], seed=100 * step + 10 * rank + number)
+        return (x.bfloat16().float() if (rank + number) % 2 else x) * self.scale
+
+    def mean(self, route: Route, step: int, apart: bool = False) -> list[list[torch.Tensor]]:
+        """What all ranks end with; `apart`: each tensor in a message of its own."""
+        numbers = range(len(self.sizes))
+        results = [[self.own(rank, i, step) for i in numbers] for rank in range(WORLD)]
+        for message in [[i] for i in numbers] if apart else [list(numbers)]:
+            self._exchange([[of_rank[i] for i in message] for of_rank in results], message, route, step)
+        for memory in self.memories:
+            memory.commit()
+        return results
+
+    def _exchange(self, tensors_of: list[list[torch.Tensor]], numbers: list[int], route: Route, step: int) -> None:
+        runs, sizes = [], [self.sizes[i] for i in numbers]
         for rank, memory in enumerate(self.memories):
-            tensors = [
-                gradient(size, seed=100 * step + 10 * rank + i) * self.scale for i, size in enumerate(self.sizes)
-            ]
+            tensors = tensors_of[rank]
             contexts = [
                 Context(str(i), step, rank=rank, world=WORLD, scale=self.scale, floor=self.floor(x, i))
-                for i, x in enumerate(tensors)
+                for i, x in zip(numbers, tensors)
             ]
             coder = TensorCoder(self.codec, tensors, contexts, memory, Buffers(), self.scale, WORLD)
             coder.prepare()
-            results.append(tensors)
             runs.append((rank, coder))
-        for layout in chunks(self.sizes, WORLD, True, part=sum(self.sizes) // 9):
+        for layout in chunks(sizes, WORLD, True, part=sum(self.sizes) // 9):
             everyone = [Members(rank, tuple(range(WORLD))) for rank in range(WORLD)]
             members = [{"flat": m, "intra": m, "inter": Members(0, (rank,))} for rank, m in enumerate(everyone)]
             drive([Executor(route, layout, coder, members[rank], WORLD).steps() for rank, coder in runs])
-        for (_, coder), memory in zip(runs, self.memories):
+        for _, coder in runs:
             coder.finish()
-            memory.commit()
-        return results
 
     def floor(self, x: torch.Tensor, number: int) -> Floor | torch.Tensor | None:
         assert isinstance(self.codec, GComp)
@@ -136,6 +149,8 @@ def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str
     expected, left = exchanged("reference", codec, route, sizes)
     found, kept = exchanged(engine, codec, route, sizes)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    found_out = {value for state in kept for key, value in state.items() if key.endswith("own_lossless")}
+    assert found_out == ({0, 1} if codec in ("gcomp", "gcomp:feedback=true", "gcomp:book=shared") else found_out)
     for ours, theirs in zip(kept, left):
         assert ours.keys() == theirs.keys()
         assert all(same_bits(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours)
@@ -148,14 +163,42 @@ def test_own_gradients_may_go_lossless(engine: str, route: str) -> None:
     ranks, near = Ranks("gcomp:own=lossless", 1.0, sizes), parse("gcomp")
     with engines.use(engine):
         results = ranks.mean(NAMED[route], 0)
-    for number, size in enumerate(sizes):
-        of_ranks = [gradient(size, seed=10 * rank + number) for rank in range(WORLD)]
+    for number in range(len(sizes)):
+        of_ranks = [ranks.own(rank, number) for rank in range(WORLD)]
         total = sum(of_ranks[1:], of_ranks[0])
         if route == "alltoall":
             context = Context(floor=ranks.floor(total, number), shift=WORLD.bit_length() - 1)
             total = near.decode(near.encode(total, context), context)
         for of_rank in results:
             assert same_bits(of_rank[number], total / WORLD)
+
+
+class Turns(Ranks):
+    """Gradients that have all bits at steps that nobody looks at."""
+
+    def own(self, rank: int, number: int, step: int = 0) -> torch.Tensor:
+        x = gradient(self.sizes[number], seed=100 * step + 10 * rank + number)
+        return x if step in (3, 5, 6) else x.bfloat16().float()
+
+
+@pytest.mark.parametrize("codec", ["gcomp", "gcomp:feedback=true", "gcomp:book=shared"])
+def test_what_was_found_of_own_gradients_is_resumed(codec: str) -> None:
+    """And it is found of each tensor by itself, whatever it travels with."""
+    route, names = NAMED["alltoall"], [f"rank{rank}/codec/gcomp/0/own_lossless" for rank in range(WORLD)]
+    with engines.use("native"):
+        through, apart = Turns(codec, 1.0, SIZES), Turns(codec, 1.0, SIZES)
+        for step in range(6):
+            results = through.mean(route, step)
+            assert all(same_bits(a, b) for a, b in zip(results[0], apart.mean(route, step, apart=True)[0], strict=True))
+        resumed, forgetful = Turns(codec, 1.0, SIZES), Turns(codec, 1.0, SIZES)
+        for memory, other, name in zip(through.memories, resumed.memories, names):
+            assert memory.state_dict()[name] == 1
+            shapes = {str(i): torch.Size([size]) for i, size in enumerate(SIZES)}
+            other.load_state_dict(memory.state_dict(), shapes, torch.device("cpu"))
+        results, again, anew = (each.mean(route, 6) for each in (through, resumed, forgetful))
+    for ours, theirs in zip(results, again):
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not same_bits(results[0][0], anew[0][0]), "or nothing has to be remembered"
 
 
 def test_a_plain_sum_on_the_way_keeps_the_grid() -> None:
@@ -186,9 +229,9 @@ def test_the_engines_are_used(engine: str) -> None:
     """Or the comparison above would compare the slow way with itself."""
     x = [gradient(10)]
     with engines.use(engine):
-        assert coding_together(parse("gcomp:keep=7"), x, [Context()]) is not None
+        assert coding_together(parse("gcomp:keep=7"), x, [Context()], [False]) is not None
     with engines.use("reference"):
-        assert coding_together(parse("gcomp:keep=7"), x, [Context()]) is None
+        assert coding_together(parse("gcomp:keep=7"), x, [Context()], [False]) is None
 
 
 @pytest.mark.parametrize("place", [0, 9, 17, 40, 60])
@@ -223,7 +266,7 @@ def test_frames_that_stay_on_a_gpu(sizes: list[int], seen: int, seed: int) -> No
     bodies = [torch.randint(256, (8 + size,), dtype=torch.uint8, generator=draw) for size in sizes]
     for body in bodies:
         body[4:8] = 0  # the book
-    on_gpu = OnGpu(codec, [Context()], native, xs)
+    on_gpu = OnGpu(codec, [Context()], native, xs, [False] * len(xs))
     rooms = [torch.full((sum(sizes) + 100 * len(sizes),), 255, dtype=torch.uint8) for _ in range(2)]
     written = on_gpu._deliver(bodies, xs, rooms[0])
     leaf = Leaf([Piece(0, 0, size) for size in sizes], xs, rooms[1])
@@ -231,9 +274,10 @@ def test_frames_that_stay_on_a_gpu(sizes: list[int], seen: int, seed: int) -> No
     assert leaf.size == written
     assert torch.equal(*rooms)
     frames = rooms[1][:written]
-    found, book = on_gpu._bodies(Frames(frames, frames[:seen].clone().numpy().data), xs)
-    assert book == 0
-    assert all(torch.equal(a, b) for a, b in zip(found, bodies, strict=True))
+    found = on_gpu._bodies(Frames(frames, frames[:seen].clone().numpy().data), xs)
+    assert found.book == 0
+    assert all(torch.equal(a, b) for a, b in zip(found.data, bodies, strict=True))
+    assert list(found.plain) == [int(body[0]) == 0 for body in bodies]
     for bad in (frames[:-1], frames[: 8 * len(sizes) - 1], torch.cat([frames, frames[:8]])):
         with pytest.raises(Corrupt):
             on_gpu._bodies(Frames(bad, bad[:seen].numpy().data), xs)
@@ -305,7 +349,7 @@ def test_what_is_not_coded_is_not_sent_again(kind: str, route: str) -> None:
     chosen = NAMED[route] if route in NAMED else Route.parse(route)
     with engines.use(kind):
         total = sum(torch.cat(ranks.mean(chosen, 0)[1]) for _ in range(steps))
-    alone = [[gradient(n, seed=10 * rank + i) for i, n in enumerate(FEW)] for rank in range(WORLD)]
+    alone = [[ranks.own(rank, i) for i in range(len(FEW))] for rank in range(WORLD)]
     mean = torch.stack([torch.cat(own) for own in alone]).mean(0)
     assert torch.allclose(total, steps * mean, atol=2 * 2**-4 * float(mean.abs().max()), rtol=0)
     assert float((total - steps * mean).norm() / (steps * mean).norm()) < 0.05

@@ -33,6 +33,7 @@ STEPS = 3
 POLICIES: dict[str, Callable[[], Any]] = {
     "lossless": lambda: Fixed("gcomp:mode=lossless"),
     "near": lambda: "gcomp",
+    "near, own near": lambda: "gcomp:own=near",
     "near-4096": lambda: "gcomp:ulps=4096",
     "near, own lossless": lambda: "gcomp:own=lossless",
     "near-4096, own lossless": lambda: "gcomp:ulps=4096,own=lossless",

@@ -29,7 +29,6 @@ from gradzip.codecs.random import key_of
 from gradzip.codecs.selection import block, magnitudes, sample
 from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
 from gradzip.collectives import Topology
-from gradzip.collectives.coder import own_codec
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
 from gradzip.hooks.ways import Ways
@@ -77,6 +76,8 @@ class StackedWorkers:
         self._residual: torch.Tensor | None = None  # of each worker's gradients
         self._sum_residual: torch.Tensor | None = None
         self._states: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        self._own_states = [defaultdict[str, dict[str, Any]](dict) for _ in range(world)]  # gcomp's, of each worker
+        self._exact: dict[str, list[bool]] = {}  # workers whose own gradient goes lossless in this step
         #: for each worker, where its gradients go: in the order of the model's parameters
         self.rows = [[self._view(self.stack[w], self.places[n]) for n in named] for w in range(world)]
         for name, parameter in named.items():
@@ -93,6 +94,7 @@ class StackedWorkers:
         found: dict[str, float] = {}
         if self._residual is None and any(way.codec.error_memory is not None for way in ways.values()):
             self._residual, self._sum_residual = torch.zeros_like(self.stack), torch.zeros_like(self._mean)
+        self._choose_own(ways)
         if self._residual is not None:
             self.stack += self._residual
         by_codec: dict[Codec, list[Place]] = {}
@@ -132,6 +134,16 @@ class StackedWorkers:
 
     # -- every value by itself ----------------------------------------------------------------------------------
 
+    def _choose_own(self, ways: dict[str, Way]) -> None:
+        self._exact = {}
+        for place in self.places.values():
+            codec = ways[place.name].codec
+            if isinstance(codec, GComp):
+                context = Context(place.name, self.step, world=self.world, floor=ways[place.name].floor)
+                rows = list(self.stack[:, place.start : place.stop])
+                states = [of_worker[place.name] for of_worker in self._own_states]
+                self._exact[place.name] = codec.own_exact(rows, [context] * self.world, states)
+
     def _elementwise(
         self, codec: Codec, places: list[Place], ways: dict[str, Way], found: dict[str, float] | None
     ) -> None:
@@ -139,7 +151,12 @@ class StackedWorkers:
             start, stop = together[0].start, together[-1].stop
             x, out = self.stack[:, start:stop], self._mean[start:stop]
             floors = _floors([ways[p.name] for p in together])
-            decoded = _coded(own_codec(codec), x, floors)
+            decoded = _coded(codec, x, floors)
+            for place in together:
+                inner = slice(place.start - start, place.stop - start)
+                for worker, exact in enumerate(self._exact.get(place.name, ())):
+                    if exact:
+                        decoded[worker, inner] = x[worker, inner]
             self._keep(codec, start, stop, decoded)
             _sum_rows(decoded, out)
             feeds = codec.error_memory is not None
@@ -160,7 +177,7 @@ class StackedWorkers:
 
     def _probe(
         self,
-        codec: Codec,
+        codec: GComp,
         places: list[Place],
         ways: dict[str, Way],
         decoded: torch.Tensor,
@@ -174,7 +191,8 @@ class StackedWorkers:
             part = slice(place.start, place.stop)
             inner = slice(place.start - begin, place.stop - begin)
             whole = Context(place.name, self.step, world=self.world, floor=ways[place.name].floor)
-            frame = own_codec(codec).encode(self.stack[0, part], whole)
+            used = codec.exact if self._exact[place.name][0] else codec
+            frame = used.encode(self.stack[0, part], whole)
             _same(codec.decode(frame, whole), decoded[0, inner], f"{codec} of {place.name}")
             on_sums = Context(place.name, self.step, world=self.world, floor=whole.floor, shift=shift)
             sums = codec.encode(target[inner], on_sums)

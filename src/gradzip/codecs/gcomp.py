@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,8 +23,10 @@ from ..engines.layout import (
 from ..errors import Corrupt, Unsupported, nearest
 from . import books
 from .base import Context, Lossy, register
+from .own import find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
+_OWN = ("auto", "near", "lossless")
 
 
 @register
@@ -41,7 +44,7 @@ class GComp(Lossy):
     keep: int | None = None  # mantissa bits; giving it means mode=keep
     round: str = "nearest"  # or truncate, for keep
     ulps: int = 1  # near: how far a parameter may move, in units of its last place; higher = smaller
-    own: str = "near"  # near: a rank's own gradient, before it is summed, goes so too, or `lossless`
+    own: str = "auto"  # near: a rank's own gradient, before it is summed, goes `near` too, or `lossless`; auto: smaller
     limit: int = 8  # longest Huffman code
     book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
 
@@ -59,10 +62,10 @@ class GComp(Lossy):
             raise Unsupported(f"gcomp:round={self.round!r}: choose nearest or truncate")
         if self.ulps < 1:
             raise Unsupported(f"gcomp:ulps={self.ulps}: at least 1")
-        if self.own not in ("near", "lossless"):
-            raise Unsupported(f"gcomp:own={self.own!r}{nearest(self.own, ('near', 'lossless'))}: near or lossless")
-        if self.own == "lossless" and self.mode != "near":
-            raise Unsupported(f"gcomp:own=lossless is for sums in near mode, not for mode {self.mode}")
+        if self.own not in _OWN:
+            raise Unsupported(f"gcomp:own={self.own!r}{nearest(self.own, _OWN)}: choose {', '.join(_OWN)}")
+        if self.own != "auto" and self.mode != "near":
+            raise Unsupported(f"gcomp:own={self.own} is for sums in near mode, not for mode {self.mode}")
         if not 1 <= self.limit <= 8:
             raise Unsupported(f"gcomp:limit={self.limit}: codes have at most 1 to 8 bits")
         if self.book not in ("frame", "shared"):
@@ -79,13 +82,24 @@ class GComp(Lossy):
         return self.mode == "lossless"
 
     @property
-    def for_own(self) -> GComp:
-        """What a rank's own gradient is coded by; sums are coded by this codec itself.
+    def exact(self) -> GComp:
+        """The same without losses."""
+        return GComp(mode="lossless", limit=self.limit, book=self.book)
 
-        Gradients from BF16 arithmetic have 8 bits of mantissa, which lossless coding finds; near mode goes by what the
-        optimizer can tell apart, which are more. Their sums have all bits.
+    def own_exact(
+        self, xs: Sequence[torch.Tensor], contexts: Sequence[Context], states: Sequence[dict[str, Any]]
+    ) -> list[bool]:
+        """Which of these flat gradients, a rank's own, are coded by `exact`; all others, and sums, by this codec.
+
+        `states` are what is known of each from step to step.
         """
-        return GComp(mode="lossless", limit=self.limit, book=self.book) if self.own == "lossless" else self
+        if self.mode == "near" and self.own == "auto":
+            return find_lossless(xs, contexts, states)
+        return [self.own == "lossless"] * len(xs)
+
+    def for_own(self, x: torch.Tensor, ctx: Context) -> GComp:
+        """What codes this flat gradient, a rank's own, if nothing is known of it before."""
+        return self.exact if self.own_exact([x], [ctx], [{}])[0] else self
 
     @property
     def biased(self) -> bool:

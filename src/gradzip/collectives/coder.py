@@ -60,9 +60,8 @@ class TensorCoder:
         self._flat = [flatten(t, t) for t in self.tensors]
         self._inputs = list(self._flat)
         self._lost: list[torch.Tensor] = []  # of each tensor; where pieces are coded together it is without scale
-        self._own_codec = own_codec(self.codec)
+        self._exact = [False] * len(self.tensors)  # gradients that go lossless as long as they are this rank's own
         self._together: Together | None = None
-        self._own_together: Together | None = None
         self._bounds: dict[int, int] = {}  # by the number of values
 
     def for_chunk(self, taken: list[torch.Tensor], carried: bool = False) -> TensorCoder:
@@ -75,17 +74,21 @@ class TensorCoder:
     def needs_floors(self) -> bool:
         return any(ctx.floor is not None for ctx in self.contexts)
 
-    def prepare(self, lossless: bool = False) -> None:
-        """Adds to the gradients what was lost of them before. Before any piece is coded, on the coding thread."""
+    def prepare(self, lossless: bool = False, counts: torch.Tensor | None = None) -> None:
+        """Adds to the gradients what was lost of them before. Before any piece is coded, on the coding thread.
+
+        A sample of their symbols is added to (256,) counts.
+        """
         if lossless and isinstance(self.codec, GComp):
-            self.codec = GComp(mode="lossless", limit=self.codec.limit, book=self.codec.book)
+            self.codec = self.codec.exact
             self.contexts = [dataclasses.replace(ctx, floor=None) for ctx in self.contexts]
             self.exact_grid = self._feeds_back = False
-            self._own_codec = self.codec
-        self._together = coding_together(self.codec, self._flat, self.contexts)
-        self._own_together = self._together
-        if self._own_codec != self.codec:
-            self._own_together = coding_together(self._own_codec, self._flat, self.contexts)
+        elif isinstance(self.codec, GComp):  # before anything is added: that has bits of its own
+            states = [self.memory.state(ctx.name, self.codec.name) for ctx in self.contexts]
+            self._exact = self.codec.own_exact(self._flat, self.contexts, states)
+        if counts is not None:
+            self._count_exponents(counts)
+        self._together = coding_together(self.codec, self._flat, self.contexts, self._exact)
         for number, (ctx, tensor) in enumerate(zip(self.contexts, self.tensors)):
             if self._together is not None:
                 self.memory.compensate(ctx.name, tensor, self.scale)
@@ -98,13 +101,12 @@ class TensorCoder:
             if self._feeds_back:
                 self._lost.append(wide(x).clone())
 
-    def count_exponents(self, counts: torch.Tensor) -> None:
-        """Adds a sample of the symbols of these gradients to (256,) counts."""
-        assert isinstance(self._own_codec, GComp)
-        for x, ctx in zip(self._flat, self.contexts):
+    def _count_exponents(self, counts: torch.Tensor) -> None:
+        assert isinstance(self.codec, GComp)
+        for x, ctx, exact in zip(self._flat, self.contexts, self._exact):
             engine = engines.pick(x.device)
-            floor = ctx.floor if _near(self._own_codec) and x.dtype == torch.float32 else None
-            mode = self._own_codec if floor is not None or not _near(self._own_codec) else GComp(mode="lossless")
+            floor = ctx.floor if _near(self.codec) and x.dtype == torch.float32 and not exact else None
+            mode = self.codec if floor is not None or not _near(self.codec) else self.codec.exact
             counts += engine.histogram(x.contiguous(), mode._job(ctx), floor).sum(0).cpu()
 
     def finish(self) -> None:
@@ -152,13 +154,12 @@ class TensorCoder:
     def encode(
         self, leaves: Sequence[Layout], values: Sequence[Sequence[torch.Tensor]], how: How, stays: int | None = None
     ) -> list[Blob]:
-        together = self._together_at(how)
-        if together is not None and self._device(how) == self.home:
-            return self._encode_together(together, leaves, values, how, stays)
+        if self._together is not None and self._device(how) == self.home:
+            return self._encode_together(self._together, leaves, values, how, stays)
         return [self._encode_pieces(leaf, values[i], how, i == stays) for i, leaf in enumerate(leaves)]
 
     def _encode_pieces(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool) -> Blob:
-        known = values if self._codec_at(how).lossless else None
+        known = values if all(self._codec_of(piece, how).lossless for piece in leaf) else None
         if stays and known is not None:
             if how.own:
                 self.goes_plainly(leaf)
@@ -178,9 +179,8 @@ class TensorCoder:
         outs: Sequence[Sequence[torch.Tensor]],
         add: bool,
     ) -> None:
-        together = self._together_at(how)
-        if together is not None and self._device(how) == self.home:
-            self._decode_together(together, leaves, contributions, how, outs, add)
+        if self._together is not None and self._device(how) == self.home:
+            self._decode_together(self._together, leaves, contributions, how, outs, add)
             return
         for number, contribution in enumerate(contributions):
             adds = add or number > 0
@@ -188,7 +188,7 @@ class TensorCoder:
                 if blob.values is None:
                     self._decode_pieces(leaf, blob, how, into, adds)
                     continue
-                for out, x in zip(into, blob.values.decoded() if isinstance(blob.values, Bodies) else blob.values):
+                for out, x in zip(into, _values_of(blob)):
                     out.add_(x.to(out.device)) if adds else out.copy_(x)
 
     def _decode_pieces(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
@@ -205,16 +205,18 @@ class TensorCoder:
             raise PeerError(f"rank {blob.source} sent {name!r} damaged: {type(error).__name__}: {error}") from error
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
-        first = values[0]
-        if not (isinstance(self.codec, GComp) and first.dtype == torch.float32 and self._fuses(first, how)):
-            total = [wide(x).clone() for x in values]
-            self.decode([leaf], [[blob]], how, [total], add=True)
-            return self.encode([leaf], [total], how)[0]
-        writer = self._writer(leaf, first.device)
-        for piece, frame, local in zip(_filled(leaf), self._frames(leaf, blob.data), _filled_values(values)):
-            ctx = self._context(piece, how, local.device)
-            writer.write(partial(_fused, self.codec, frame, local, ctx))
-        return writer.blob()
+        if isinstance(self.codec, GComp) and self._fuses(values[0], how):
+            frames, coding = self._frames(leaf, blob.data), [self.codec._job(self.contexts[0]).coding]
+            at = slice(wire.body_offset(False), wire.body_offset(False) + 1)
+            if all(frame[at].tolist() == coding for frame in frames):  # a rank's own may be lossless
+                writer = self._writer(leaf, values[0].device)
+                for piece, frame, local in zip(_filled(leaf), frames, _filled_values(values)):
+                    ctx = self._context(piece, how, local.device)
+                    writer.write(partial(_fused, self.codec, frame, local, ctx))
+                return writer.blob()
+        total = [wide(x).clone() for x in values]
+        self.decode([leaf], [[blob]], how, [total], add=True)
+        return self.encode([leaf], [total], how)[0]
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for that many values, until the chunk is through."""
@@ -259,13 +261,11 @@ class TensorCoder:
             room = self._room(layout, place) if number != stays else torch.empty(0, dtype=torch.uint8)
             leaf = Leaf(_filled(layout), xs, room[HEAD_ROOM:] if number != stays and xs else None)
             leaf.comes_back = stays is None or number == stays
-            if self._feeds_back and own and self._own_codec.lossless:
-                self._nothing_lost(leaf.pieces)
-            elif self._feeds_back:
+            if self._feeds_back:
                 leaf.lost = self._room_for_lost(leaf, how, unit)
             coded.append(leaf)
             rooms.append(room)
-        together.encode([leaf for leaf in coded if leaf.pieces], how.shift, unit)
+        together.encode([leaf for leaf in coded if leaf.pieces], how.shift, unit, own)
         for leaf in coded if self._feeds_back and not own else ():
             for piece, residual in zip(leaf.pieces, leaf.lost or ()):
                 self.memory.keep(self.contexts[piece.tensor].name, residual, _stage_of(how, piece))
@@ -290,7 +290,7 @@ class TensorCoder:
                 dense = [out.contiguous() for out in filled]
                 scattered += [(out, x) for out, x in zip(filled, dense) if x is not out]
                 sums.append(Sum(pieces, [_content(blob) for blob in blobs], dense))
-        damage = together.add_up(sums, how.shift, add) if sums else None
+        damage = together.add_up(sums, how.shift, add, how.own) if sums else None
         if damage is not None:
             self._explain(damage, leaves, contributions, how, sums, add)
         for out, x in scattered:
@@ -330,15 +330,13 @@ class TensorCoder:
 
     def _fuses(self, values: torch.Tensor, how: How) -> bool:
         """Whether decoding, adding and encoding go in one pass: nothing has to be known of what is lost in between."""
-        engine = engines.pick(values.device)
-        uniform = not self._feeds_back and self._own_codec == self.codec  # the first frame of a ring may be another's
-        return uniform and values.device == self._device(how) and hasattr(engine, "decode_add_encode")
+        here = values.device == self._device(how) and hasattr(engines.pick(values.device), "decode_add_encode")
+        return here and values.dtype == torch.float32 and not self._feeds_back
 
-    def _codec_at(self, how: How) -> Codec:
-        return self._own_codec if how.own else self.codec
-
-    def _together_at(self, how: How) -> Together | None:
-        return self._own_together if how.own else self._together
+    def _codec_of(self, piece: Piece, how: How) -> Codec:
+        """What codes a piece: of this rank's own gradient or, with others added to it, of a sum."""
+        exact = how.own and self._exact[piece.tensor]
+        return self.codec.exact if exact and isinstance(self.codec, GComp) else self.codec
 
     def _device(self, how: How) -> torch.device:
         return torch.device("cpu") if how.device == "cpu" else self.home
@@ -359,7 +357,7 @@ class TensorCoder:
         return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
 
     def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> None:
-        codec, own = self._codec_at(how), how.own
+        codec, own = self._codec_of(piece, how), how.own
         stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
         target = x
@@ -429,9 +427,13 @@ def _content(blob: Blob) -> Part:
     return blob.data if blob.head is None else Frames(blob.data, blob.head)
 
 
-def own_codec(codec: Codec) -> Codec:
-    """What codes a rank's own gradient, where `codec` codes sums."""
-    return codec.for_own if isinstance(codec, GComp) else codec
+def _values_of(blob: Blob) -> Sequence[torch.Tensor]:
+    known = blob.values
+    if isinstance(known, Bodies):
+        assert known.decoded is not None
+        return known.decoded()
+    assert known is not None
+    return known
 
 
 def _near(codec: Codec) -> bool:

@@ -202,9 +202,7 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
         if first:
             _wait_for(message.ready)
             gate = message.must_be_lossless
-            if message.counts is not None:
-                coder.count_exponents(message.counts)
-            coder.prepare(lossless=coder.needs_floors and gate is not None and gate())
+            coder.prepare(coder.needs_floors and gate is not None and gate(), message.counts)
         carried = channel.carries(numel(layout) * message.dtype.itemsize)
         chunk = coder.for_chunk(job.taken, carried)
         if isinstance(message.codec, Cast) and not route.compresses:

@@ -11,6 +11,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from .. import engines, wire
 from ..codecs import Context, books
 from ..codecs.gcomp import GComp, checked_floor
-from ..engines.layout import SEGMENT, Floor, Job, body_bound, segments_of
+from ..engines.layout import FIXED, SEGMENT, Floor, Job, body_bound, segments_of
 from ..errors import CodecError, Corrupt
 from .layout import Piece
 
@@ -42,11 +43,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Bodies:
-    """A leaf of this rank's own, coded: those that add it up decode it together with the others'."""
+    """A leaf on a GPU, coded: those that add it up decode it together with the others'."""
 
     data: Sequence[torch.Tensor]
     book: int
-    decoded: Callable[[], list[torch.Tensor]]
+    plain: Sequence[bool]  # of each body: whether it is of the coding that needs no floors
+    decoded: Callable[[], list[torch.Tensor]] | None = None  # if it is this rank's own
 
 
 class Frames(NamedTuple):
@@ -76,9 +78,16 @@ class Together(ABC):
     """The gradients of one message, all of them float32."""
 
     def __init__(
-        self, codec: GComp, contexts: Sequence[Context], engine: ModuleType, flat: Sequence[torch.Tensor]
+        self,
+        codec: GComp,
+        contexts: Sequence[Context],
+        engine: ModuleType,
+        flat: Sequence[torch.Tensor],
+        exact: Sequence[bool],
     ) -> None:
+        """`exact` are those gradients that go lossless as long as they are this rank's own."""
         self._codec, self._engine, job = codec, engine, codec._job(contexts[0])
+        self._own_exact = exact
         self._jobs = {0: job}  # by shift
         self._floors: list[torch.Tensor | Floor | None] = [None] * len(flat)
         if codec.mode in ("near", "paper"):
@@ -86,27 +95,35 @@ class Together(ABC):
             self._floors = [checked_floor(c, x.numel(), x.device, who) for c, x in zip(contexts, flat)]
 
     @abstractmethod
-    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float) -> None:
-        """Fills in what the leaves leave open."""
+    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float, own: bool) -> None:
+        """Fills in what the leaves leave open; `own`: they are this rank's own gradients."""
 
     @abstractmethod
-    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
-        """Forms sums, of the same number of parts each; says what is damaged."""
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool, own: bool) -> Damage | None:
+        """Forms sums, of the same number of parts each, of what was encoded like that; says what is damaged."""
 
     def _job_at(self, shift: int) -> Job:
         if shift not in self._jobs:
             self._jobs[shift] = dataclasses.replace(self._jobs[0], shift=shift)
         return self._jobs[shift]
 
-    def _floors_of(self, pieces: Iterable[Piece]) -> list[torch.Tensor | Floor | None]:
+    def _floors_of(
+        self, pieces: Iterable[Piece], without: Iterable[bool] = repeat(False)
+    ) -> list[torch.Tensor | Floor | None]:
         found = []
-        for piece in pieces:
-            floor = self._floors[piece.tensor]
+        for piece, leave_out in zip(pieces, without):
+            floor = None if leave_out else self._floors[piece.tensor]
             found.append(None if floor is None else floor[piece.start : piece.stop])
         return found
 
+    def _exact(self, pieces: Iterable[Piece], own: bool) -> list[bool]:
+        """Which pieces are coded lossless, whatever the codec's mode."""
+        return [own and self._own_exact[piece.tensor] for piece in pieces]
 
-def coding_together(codec: object, flat: Sequence[torch.Tensor], contexts: Sequence[Context]) -> Together | None:
+
+def coding_together(
+    codec: object, flat: Sequence[torch.Tensor], contexts: Sequence[Context], exact: Sequence[bool]
+) -> Together | None:
     """How these tensors are coded together; None where pieces have to be coded one by one."""
     if not isinstance(codec, GComp) or any(x.dtype != torch.float32 for x in flat):
         return None
@@ -117,28 +134,28 @@ def coding_together(codec: object, flat: Sequence[torch.Tensor], contexts: Seque
     engine = engines.pick(flat[0].device)
     for kind, needed in ((Native, "sum_frames"), (OnGpu, "encode_many")):
         if hasattr(engine, needed):
-            return kind(codec, contexts, engine, flat)
+            return kind(codec, contexts, engine, flat, exact)
     return None
 
 
 class Native(Together):
-    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float) -> None:
+    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float, own: bool) -> None:
         job = self._job_at(shift)
         for leaf in leaves:
-            floors, leaf.known = self._floors_of(leaf.pieces), leaf.xs
+            floors, exact, leaf.known = self._floors_of(leaf.pieces), self._exact(leaf.pieces, own), leaf.xs
             if leaf.out is not None:
                 book = self._book(leaf.pieces, job)
-                args = (leaf.xs, job, self._codec.wire_id, leaf.out, floors, book, leaf.lost, unit)
+                args = (leaf.xs, job, self._codec.wire_id, leaf.out, floors, book, leaf.lost, unit, exact)
                 leaf.size = self._engine.encode_frames(*args)
             elif leaf.lost is not None:
-                self._engine.note_lost(leaf.xs, job, floors, leaf.lost, unit)
+                self._engine.note_lost(leaf.xs, job, floors, leaf.lost, unit, exact)
 
-    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool, own: bool) -> Damage | None:
         job = self._job_at(shift)
         for number, (pieces, parts, outs) in enumerate(sums):
-            floors, book = self._floors_of(pieces), self._book(pieces, job)
+            floors, book, exact = self._floors_of(pieces), self._book(pieces, job), self._exact(pieces, own)
             try:
-                self._engine.sum_frames(parts, job, self._codec.wire_id, outs, floors, add, book)
+                self._engine.sum_frames(parts, job, self._codec.wire_id, outs, floors, add, book, exact)
             except self._engine.DamagedFrames as damage:
                 return Damage(number, int(damage.part))
         return None
@@ -152,10 +169,12 @@ class Native(Together):
 class OnGpu(Together):
     """Bodies are made on the GPU and copied to where they are sent from, sizes and headers are the host's."""
 
-    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float) -> None:
+    def encode(self, leaves: Sequence[Leaf], shift: int, unit: float, own: bool) -> None:
         job = self._job_at(shift)
         for leaf in leaves:
-            leaf.known = leaf.xs if self._codec.lossless else None
+            leaf.known = leaf.xs if self._codec.lossless or all(self._exact(leaf.pieces, own)) else None
+            if leaf.known is not None and leaf.lost is not None:
+                torch._foreach_zero_(list(leaf.lost))
         to_code = [leaf for leaf in leaves if leaf.out is not None or leaf.known is None]
         to_code.sort(key=self._is_decoded)
         pieces = [piece for leaf in to_code for piece in leaf.pieces]
@@ -163,19 +182,19 @@ class OnGpu(Together):
         if not pieces:
             return
         outs = [out for leaf in to_code for out in _rooms(leaf)]
-        floors, given = self._floors_of(pieces), self._books(pieces, job.book, xs[0].device)
-        sizes = self._engine.encode_many(xs, job, outs, floors, given)
-        bodies = [out[:size] for out, size in zip(outs, sizes)]
+        exact = self._exact(pieces, own)
+        floors, given = self._floors_of(pieces, exact), self._books(pieces, job.book, xs[0].device)
+        bodies = self._encoded(xs, exact, job, outs, floors, given)
         start, there = 0, list[tuple[Leaf, list[torch.Tensor]]]()
         for leaf in to_code:
-            own = slice(start, start + len(leaf.pieces))
-            start = own.stop
+            part = slice(start, start + len(leaf.pieces))
+            start = part.stop
             if leaf.comes_back and leaf.known is None and leaf.lost is None:
-                leaf.known = self._own(leaf, bodies[own], job)
+                leaf.known = self._own(leaf, bodies[part], exact[part], job)
             if leaf.out is not None and leaf.out.device.type == "cpu":
-                leaf.size = self._deliver(bodies[own], leaf.xs, leaf.out)
+                leaf.size = self._deliver(bodies[part], leaf.xs, leaf.out)
             elif leaf.out is not None:
-                there.append((leaf, bodies[own]))
+                there.append((leaf, bodies[part]))
         self._deliver_there(there)
         decoded = [leaf for leaf in to_code if self._is_decoded(leaf)]  # the last of them
         if decoded:
@@ -186,18 +205,40 @@ class OnGpu(Together):
             self._engine.decode_many(bodies[last], values, floors[last], shift, False, lengths)
             self._note(decoded, values, unit)
 
+    def _encoded(
+        self,
+        xs: Sequence[torch.Tensor],
+        exact: Sequence[bool],
+        job: Job,
+        outs: Sequence[torch.Tensor],
+        floors: Sequence[torch.Tensor | Floor | None],
+        given: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Bodies of all values, those that are exact by themselves: other kernels make them."""
+        bodies = list(outs)
+        for lossless in sorted(set(exact)):
+            these = [i for i, is_exact in enumerate(exact) if is_exact == lossless]
+            used = dataclasses.replace(job, mode="lossless") if lossless else job
+            lengths = given and [given[i] for i in these]
+            sizes = self._engine.encode_many(
+                [xs[i] for i in these], used, [outs[i] for i in these], [floors[i] for i in these], lengths
+            )
+            for i, size in zip(these, sizes):
+                bodies[i] = outs[i][:size]
+        return bodies
+
     def _is_decoded(self, leaf: Leaf) -> bool:
         """Whether this rank has to know what others will decode before they do."""
         return leaf.known is None and leaf.lost is not None
 
-    def _own(self, leaf: Leaf, bodies: Sequence[torch.Tensor], job: Job) -> Bodies:
+    def _own(self, leaf: Leaf, bodies: Sequence[torch.Tensor], exact: Sequence[bool], job: Job) -> Bodies:
         def decoded() -> list[torch.Tensor]:
             values = [torch.empty_like(x) for x in leaf.xs]
             given = self._books(leaf.pieces, job.book, values[0].device)
-            self._engine.decode_many(bodies, values, self._floors_of(leaf.pieces), job.shift, False, given)
+            self._engine.decode_many(bodies, values, self._floors_of(leaf.pieces, exact), job.shift, False, given)
             return values
 
-        return Bodies(bodies, job.book, decoded)
+        return Bodies(bodies, job.book, exact, decoded)
 
     def _deliver(self, bodies: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], out: torch.Tensor) -> int:
         """Frames around bodies, in the host's memory. The copies end with the stream."""
@@ -256,11 +297,10 @@ class OnGpu(Together):
                 if unit != 1:
                     lost.div_(unit)
 
-    def add_up(self, sums: Sequence[Sum], shift: int, add: bool) -> Damage | None:
+    def add_up(self, sums: Sequence[Sum], shift: int, add: bool, own: bool) -> Damage | None:
         if not add and self._at_once(sums, shift):
             return None
         for number, (pieces, parts, outs) in enumerate(sums):
-            floors = self._floors_of(pieces)
             for place, part in enumerate(parts):
                 adds = add or place > 0
                 if not isinstance(part, torch.Tensor | Frames | Bodies):
@@ -268,9 +308,10 @@ class OnGpu(Together):
                         out.add_(x) if adds else out.copy_(x)
                     continue
                 try:
-                    bodies, book = self._bodies(part, outs)
-                    given = self._books(pieces, book, outs[0].device)
-                    self._engine.decode_many(bodies, outs, floors, shift, adds, given)
+                    found = self._bodies(part, outs)
+                    floors = self._floors_of(pieces, found.plain)
+                    given = self._books(pieces, found.book, outs[0].device)
+                    self._engine.decode_many(found.data, outs, floors, shift, adds, given)
                 except CodecError:
                     return Damage(number, place)
         return None
@@ -279,35 +320,37 @@ class OnGpu(Together):
         """All sums with one wait for the GPU; False if something is wrong with them."""
         terms: list[list[torch.Tensor | None]] = [[] for _ in sums[0].parts]  # bodies of all pieces of all leaves
         plain: list[list[torch.Tensor | None]] = [[] for _ in sums[0].parts]
+        floors: list[list[torch.Tensor | Floor | None]] = [[] for _ in sums[0].parts]
         used = set[int]()
         try:
-            for _, parts, outs in sums:
-                for bodies_of_all, plain_of_all, part in zip(terms, plain, parts):
+            for pieces, parts, outs in sums:
+                for bodies_of_all, plain_of_all, floors_of_all, part in zip(terms, plain, floors, parts):
                     if isinstance(part, torch.Tensor | Frames | Bodies):
-                        bodies, book = self._bodies(part, outs)
-                        used.add(book)
-                        bodies_of_all += bodies
+                        found = self._bodies(part, outs)
+                        used.add(found.book)
+                        bodies_of_all += found.data
                         plain_of_all += [None] * len(outs)
+                        floors_of_all += self._floors_of(pieces, found.plain)
                     else:
                         bodies_of_all += [None] * len(outs)
                         plain_of_all += part
+                        floors_of_all += [None] * len(outs)
             pieces = [piece for leaf in sums for piece in leaf.pieces]
             outs = [out for leaf in sums for out in leaf.outs]
             if len(used) > 1:
                 return False
             given = self._books(pieces, used.pop(), outs[0].device) if used else None
-            return bool(self._engine.sum_many(terms, plain, outs, self._floors_of(pieces), shift, given))
+            return bool(self._engine.sum_many(terms, plain, outs, floors, shift, given))
         except CodecError:
             return False
 
-    def _bodies(
-        self, blob: torch.Tensor | Frames | Bodies, outs: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], int]:
-        """Finds the bodies by what the host has of the frames, then brings them all to the GPU; and their book."""
+    def _bodies(self, blob: torch.Tensor | Frames | Bodies, outs: Sequence[torch.Tensor]) -> Bodies:
+        """Finds the bodies by what the host has of the frames, then brings them all to the GPU."""
         if isinstance(blob, Bodies):
-            return blob.data, blob.book
+            return blob
         data, host = blob if isinstance(blob, Frames) else (blob, blob.numpy().data)
         at, end, found, used = ENTRY * len(outs), data.numel(), list[tuple[int, int]](), set[bytes]()
+        plain = list[bool]()
         if end < at:
             raise Corrupt("no table")
         if at > len(host):
@@ -319,6 +362,7 @@ class OnGpu(Together):
                 raise Corrupt("a frame of something else")
             start = header.body_offset
             used.add(bytes(head[start + 4 : start + 8]))
+            plain.append(bytes(head[start : start + 1]) == bytes([FIXED]))
             found.append((at + start, at + size))
             at += size + -size % ENTRY
         if at != end or len(used) > 1:
@@ -326,7 +370,7 @@ class OnGpu(Together):
         there = data
         if not isinstance(blob, Frames):
             there = torch.empty(end, dtype=torch.uint8, device=outs[0].device).copy_(data, non_blocking=True)
-        return [there[start:stop] for start, stop in found], int.from_bytes(used.pop(), "little")
+        return Bodies([there[start:stop] for start, stop in found], int.from_bytes(used.pop(), "little"), plain)
 
     def _books(self, pieces: Sequence[Piece], book: int, device: torch.device) -> list[torch.Tensor] | None:
         return [books.lengths(book, piece.numel).to(device) for piece in pieces] if book else None

@@ -15,7 +15,7 @@ from ..errors import Corrupt, EngineError, Truncated, Unsupported
 from .layout import Floor, Job, float_layout, segments_of
 
 NAME = "native"
-VERSION = 4  # of native/gradzip.h and planner.h
+VERSION = 5  # of native/gradzip.h and planner.h
 
 _MODES = {"lossless": 0, "keep": 1, "near": 2, "paper": 3}
 
@@ -55,7 +55,7 @@ class _Floor(ctypes.Structure):
     ]
 
 
-_PIECE = struct.Struct("<5Q3i4x2Q")  # gz_piece
+_PIECE = struct.Struct("<5Q3i4x2Qi4x")  # gz_piece
 _PART = struct.Struct("<3Q")  # gz_part
 
 
@@ -223,13 +223,14 @@ def encode_frames(
     lengths: torch.Tensor | None = None,
     lost: Sequence[torch.Tensor] | None = None,
     scale: float = 1.0,
+    exact: Sequence[bool] | None = None,
 ) -> int:
     """Writes a frame for each flat tensor, all of one type; returns the bytes written.
 
     `codec` is the frames' codec id, `lengths` the code lengths of all segments of all tensors. What is lost of each
-    tensor, divided by `scale`, goes to `lost`.
+    tensor, divided by `scale`, goes to `lost`. Tensors that are `exact` are coded lossless, whatever the job's mode.
     """
-    pieces = _pieces(xs, floors, lengths, lost)
+    pieces = _pieces(xs, floors, lengths, lost, exact)
     size = _library.gz_encode_frames(
         ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), codec, scale, out.data_ptr(), out.numel(), _threads
     )
@@ -237,10 +238,15 @@ def encode_frames(
 
 
 def note_lost(
-    xs: Sequence[torch.Tensor], job: Job, floors: Floors, lost: Sequence[torch.Tensor], scale: float = 1.0
+    xs: Sequence[torch.Tensor],
+    job: Job,
+    floors: Floors,
+    lost: Sequence[torch.Tensor],
+    scale: float = 1.0,
+    exact: Sequence[bool] | None = None,
 ) -> None:
     """What encoding these float32 tensors would lose, divided by `scale`, into `lost`."""
-    pieces = _pieces(xs, floors, None, lost)
+    pieces = _pieces(xs, floors, None, lost, exact)
     _checked_encode(_library.gz_lost(ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), scale))
 
 
@@ -252,13 +258,14 @@ def sum_frames(
     floors: Floors,
     add: bool,
     book: torch.Tensor | None = None,
+    exact: Sequence[bool] | None = None,
 ) -> None:
     """The sum of all parts, in their order, into flat tensors of one type, or added to what is there.
 
-    A part is what encode_frames wrote, or a tensor for each of `outs` that counts as if it had been coded and decoded.
-    DamagedFrames if one cannot be decoded; the outs hold anything then.
+    A part is what encode_frames wrote, or a tensor for each of `outs` that counts as if it had been coded and decoded,
+    by `encode_frames` with the same `exact`. DamagedFrames if one cannot be decoded; the outs hold anything then.
     """
-    pieces = _pieces(outs, floors, book, None)
+    pieces = _pieces(outs, floors, book, None, exact)
     packed, kept = bytearray(), list[object]()
     for part in parts:
         if isinstance(part, torch.Tensor):
@@ -277,7 +284,11 @@ def sum_frames(
 
 
 def _pieces(
-    tensors: Sequence[torch.Tensor], floors: Floors, lengths: torch.Tensor | None, lost: Sequence[torch.Tensor] | None
+    tensors: Sequence[torch.Tensor],
+    floors: Floors,
+    lengths: torch.Tensor | None,
+    lost: Sequence[torch.Tensor] | None,
+    exact: Sequence[bool] | None,
 ) -> bytes:
     packed, table = bytearray(), 0 if lengths is None else lengths.data_ptr()
     for number, (x, floor) in enumerate(zip(tensors, floors)):
@@ -288,7 +299,7 @@ def _pieces(
         elif floor is not None:
             grid = (floor.data_ptr(), 0, 0, 0, 0, 0)
         to = 0 if lost is None else lost[number].data_ptr()
-        packed += _PIECE.pack(x.data_ptr(), x.numel(), *grid, table, to)
+        packed += _PIECE.pack(x.data_ptr(), x.numel(), *grid, table, to, exact is not None and exact[number])
         if table:
             table += 256 * segments_of(x.numel())
     return bytes(packed)

@@ -32,7 +32,7 @@ from .network import Topology
 from .profile import Profile
 from .units import DDP_BUCKET
 
-HARMLESS = ("gcomp", "gcomp:own=lossless", "gcomp:mode=lossless")
+HARMLESS = ("gcomp", "gcomp:mode=lossless")
 TIMED = 10  # steps on which a decision rests
 SETTLING = 2  # steps after a switch that do not count
 _STATE_KEY = "auto.plan"

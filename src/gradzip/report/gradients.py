@@ -47,8 +47,9 @@ def describe(model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ())
         for codec in offered:
             floor = rules[codec].get(parameter) if _near(codec) else None
             exact = _near(codec) and floor is None  # nothing is known of this parameter: attach sends it lossless, too
-            used = parse("gcomp:mode=lossless") if exact else codec.for_own if _near(codec) else codec
-            payload = used.encode(gradient.reshape(-1), Context(floor=floor))
+            flat, context = gradient.reshape(-1), Context(floor=floor)
+            used = parse("gcomp:mode=lossless") if exact else codec.for_own(flat, context) if _near(codec) else codec
+            payload = used.encode(flat, context)
             entry["ratios"][str(codec)] = gradient.numel() * gradient.element_size() / max(1, payload.numel())
         found.append(entry)
     return found

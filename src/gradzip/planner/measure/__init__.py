@@ -34,7 +34,7 @@ from .wire import measure_network, own_group
 
 VARIABLE = "GRADZIP_PROFILE"
 DEFAULT_CODECS = (
-    *("gcomp", "gcomp:own=lossless", "gcomp:mode=lossless", "gcomp:ulps=256"),
+    *("gcomp", "gcomp:mode=lossless", "gcomp:ulps=256"),
     *("cast:to=bf16", "topk", "powersgd:rank=4"),
 )
 WARM = 3  # steps before anything counts: DDP forms its buckets anew after the first

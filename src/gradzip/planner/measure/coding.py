@@ -26,7 +26,7 @@ from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
 from ...collectives import Topology, flatten, message
 from ...collectives.buffers import Buffers
-from ...collectives.coder import cuttable, own_codec
+from ...collectives.coder import cuttable
 from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
@@ -82,7 +82,7 @@ def _cost(
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
         floors = _floors(codec, optimizer)
-        ratios = _ratios(own_codec(codec), gradients, floors)
+        ratios = _ratios(codec, gradients, floors, own=True)
         sums = {} if codec.fixed_size else _ratios(codec, means, floors)
         encode, decode = {}, {}
         name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
@@ -122,11 +122,14 @@ def _repeated(floor: Any, values: int, times: int) -> Any:
     return None if floor is None else floor[:values].repeat(times)
 
 
-def _ratios(codec: Codec, gradients: Sequence[Gradient], floors: dict[torch.Tensor, Any]) -> dict[str, float]:
+def _ratios(
+    codec: Codec, gradients: Sequence[Gradient], floors: dict[torch.Tensor, Any], own: bool = False
+) -> dict[str, float]:
     found = {}
     for name, parameter, gradient in gradients:
-        flat = flatten(gradient, parameter)
-        frame = codec.encode(flat, Context(name, floor=floors.get(parameter)))
+        flat, context = flatten(gradient, parameter), Context(name, floor=floors.get(parameter))
+        used = codec.for_own(flat, context) if own and isinstance(codec, GComp) else codec
+        frame = used.encode(flat, context)
         found[name] = flat.numel() * flat.element_size() / frame.numel()
     return found
 
@@ -224,7 +227,8 @@ def _curves(stand: Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Cu
     def stages(values: int, tensors: int) -> tuple[float, float]:
         """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
         whole, floors = flat[:values].repeat(world), _repeated(floor, values, world)
-        contexts = [Context(f"{name} {i}", world=world, floor=floors) for i in range(tensors)]
+        # Not a step at which gradients are looked at (codecs/own.py): the message that does not count does that.
+        contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors) for i in range(tensors)]
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions
 
