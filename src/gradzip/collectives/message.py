@@ -61,8 +61,8 @@ class Message:
             self.prepared = Prepared(self.codec, self.tensors, self.contexts)
         first, words = self.contexts[0], self.prepared.words
         return (
-            f"{self.codec} by {self.route} at step {first.step} for {first.name!r} and {len(self.tensors) - 1} more "
-            f"({words}; {self.policy})"
+            f"{self.prepared.codec} by {self.route} at step {first.step} for {first.name!r} and "
+            f"{len(self.tensors) - 1} more ({words}; {self.policy})"
         )
 
     @property
@@ -76,6 +76,7 @@ class Prepared:
     def __init__(self, codec: Codec, tensors: list[torch.Tensor], contexts: list[Context]) -> None:
         names = self.names = tuple(ctx.name for ctx in contexts)
         shapes = tuple(t.shape for t in tensors)
+        self.codec = str(codec)
         self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
         self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
         if self.in_place is not None:
