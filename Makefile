@@ -1,6 +1,6 @@
 # make setup    a virtual environment in .venv with gradzip in it
 # make demo     train a small model over a slow network with each codec, and look at the report
-# make test     the tests                     make check   ruff and mypy
+# make test     all tests, or some: ARGS=...  make check   ruff and mypy
 # make bench    codec speed and size          make native  only the C++ library, in build/
 # make fuzz     a million damaged payloads    make wheel   one wheel in dist/
 # make docs     the documentation as a site in build/site
@@ -44,8 +44,9 @@ $(VENV)/.dev: $(VENV)/.test
 demo: $(VENV)/.installed
 	$(RUN)/gradzip demo $(ARGS)
 
+# All of them: two processes side by side, each with a file at a time. Arguments go to pytest as it is.
 test: $(VENV)/.test
-	$(RUN)/python -m pytest $(ARGS)
+	$(RUN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 check: $(VENV)/.dev
 	$(RUN)/python -m ruff check .
@@ -60,7 +61,7 @@ native:
 
 # tests/test_fuzz.py runs a short one from the same folder.
 fuzz:
-	cmake -B build/sanitized -DGRADZIP_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	cmake -B build/sanitized -DGRADZIP_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g'
 	cmake --build build/sanitized --parallel
 	build/sanitized/fuzz $(or $(ARGS),1000000)
 

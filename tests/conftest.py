@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import emulated
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from gradzip import Floor, emulate, engines
 from gradzip.engines.cuda import launch
@@ -147,3 +148,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 torch.set_num_threads(1)  # the tests are many and small
+# How long an example takes says something of the machine, and of what else runs there.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")

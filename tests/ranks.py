@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes an error
-DEADLINE = 100.0  # seconds for a whole run
+DEADLINE = 200.0  # seconds for a whole run
 
 # New processes are copies of one that has imported what takes seconds, and has done nothing else.
 fork_server = mp.get_context("forkserver")

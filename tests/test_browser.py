@@ -47,7 +47,7 @@ def browse(folder: Path, name: str, *flags: str) -> str:
     usual = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
     usual += [f"--user-data-dir={folder / 'profile'}", "--no-first-run", "--disable-background-networking"]
     url = (folder / name).as_uri()
-    done = subprocess.run([CHROMIUM, *usual, *flags, url], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([CHROMIUM, *usual, *flags, url], capture_output=True, text=True, timeout=250)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
 

@@ -31,7 +31,7 @@ def run(folder: Path, *command: str) -> str:
     source = str(Path(gradzip.__file__).parents[1])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
