@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import math
 import os
@@ -131,3 +132,22 @@ def test_clusters_side_by_side(pictures: Path, results: ModuleType) -> None:
     page = results.page(results.Results(pictures, tiny=True))
     for row in rows:
         assert f"| `{row['policy']}` |" in page
+
+
+def test_losses_over_wall_time(results: ModuleType, tmp_path: Path) -> None:
+    """Policies in one order, moments that all of them reached, a dash where no step had ended."""
+    common = {"network": "1 Gbit/s", "device": "a GPU", "beside": "3", "replicas_differing": "0", "value": "5"}
+    slow = {"policy": "plain", "steps": "2", "median_ms": "3000", "ratio": "", "seconds": "8", "losses": "4:9.5 8:9"}
+    fast = {"policy": "gcomp:keep=7", "steps": "3", "median_ms": "500", "ratio": "2.9", "seconds": "9"}
+    rows = [common | fast | {"losses": "1:9.5 3:8 9:7"}, common | slow]
+    (tmp_path / "gpt").mkdir()
+    with (tmp_path / "gpt/results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    text = results.gpt(results.Results(tmp_path))
+    assert "loss after 2 s | loss after 4 s | loss after 8 s" in text
+    assert "4 clusters ran side by side" in text
+    plain, keep = (line for line in text.splitlines() if line.startswith("| `"))
+    assert plain == "| `plain` | 2 | 3000 | 1 | – | 9.50 | 9.00 | 5.000 | 0 |"
+    assert keep == "| `gcomp:keep=7` | 3 | 500 | 2.90 | 9.50 | 8.00 | 8.00 | 5.000 | 0 |"
