@@ -202,6 +202,7 @@ def training_loops(rank: int) -> dict[str, Any]:
         "bucket views": outcome(plain_loop, gradient_as_bucket_view=True),
         "groups": outcome(plain_loop, optimizer=groups),
         "frozen layer": {"frozen": _frozen_layer()},
+        "own gradients": {loop.__name__: own_gradients(loop) for loop in (plain_loop, autocast)},
         "held for later": held_for_later(),
         "join": joined(),
         "scaler": overflow(),
@@ -209,6 +210,14 @@ def training_loops(rank: int) -> dict[str, Any]:
         "compiled": compiled(),
         "premises": broken_premises(),
     }
+
+
+def own_gradients(loop: Loop) -> dict[str, Any]:
+    """What near mode found out about them, by matrix, and the ratio."""
+    model, optimizer, handle = make(Fixed("gcomp"))
+    loop(model, optimizer, handle)
+    found = {key: value for key, value in handle.state_dict().items() if key.endswith("weight/own_lossless")}
+    return {"lossless": found, "ratio": handle.stats()["ratio"]}
 
 
 def held_for_later() -> dict[str, bool]:
@@ -400,6 +409,15 @@ def test_a_loop_goes_as_without_compression(seen: list[dict[str, Any]], loop: st
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_held_back_of_an_unused_branch_waits_for_it(seen: list[dict[str, Any]], name: str) -> None:
     assert all(found["held for later"][name] for found in seen)
+
+
+def test_own_gradients_go_lossless_under_autocast(seen: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(seen):
+        names = [f"rank{rank}/codec/gcomp/{layer}.weight/own_lossless" for layer in ("first", "left", "right")]
+        plain, rounded = found["own gradients"]["plain_loop"], found["own gradients"]["autocast"]
+        assert plain["lossless"] == dict.fromkeys(names, 0)
+        assert rounded["lossless"] == dict.fromkeys(names, 1)
+        assert rounded["ratio"] > 1.1 * plain["ratio"]
 
 
 def test_frozen_layers_stay_where_they_are(seen: list[dict[str, Any]]) -> None:
