@@ -66,7 +66,7 @@ run() {
             'plain;powersgd:rank=1;powersgd:rank=2;powersgd:rank=4;powersgd:rank=7;topk:ratio=0.015625;topk:ratio=0.003676;randomk:ratio=0.02278;randomk:ratio=0.00651;randomblock:ratio=0.02278;randomblock:ratio=0.00651;sign'
         ;;
     accuracy)
-        train 4 10 --task gcomp-cifar --epochs 3 --evaluate-every 24 --csv "$out/gcomp/times.csv" \
+        train 4 10 --task gcomp-cifar --epochs 4 --evaluate-every 32 --csv "$out/gcomp/times.csv" \
             --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7'
         ;;
     sentences)
