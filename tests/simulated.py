@@ -26,7 +26,7 @@ def together(
     slots: list[torch.Tensor] = [torch.empty(0)] * world
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
-    meeting = threading.Barrier(world, timeout=20)
+    meeting = threading.Barrier(world, timeout=100)
 
     def average_for(rank: int) -> Average:
         def average(x: torch.Tensor) -> None:

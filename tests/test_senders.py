@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from datetime import timedelta
@@ -50,7 +51,7 @@ def break_off(rank: int, world: int) -> tuple[list[int | None], list[str]]:
     if rank == 0:
         gloo.abort()
     else:
-        for tag in range(8):
+        for tag in itertools.count():  # what was sent before rank 0 came to it waits in queues
             try:
                 gloo.send([(0, torch.ones(1 << 20, dtype=torch.uint8))], [], tag).wait()
             except Broken as broken:

@@ -175,8 +175,13 @@ def gone(rank: int) -> None:
         loop.step()
     if rank == 1:
         loop.handle._channel.gloo.abort()
-        time.sleep(1)
-    loop.step()
+        dist.barrier()  # what it has to say itself comes after rank 0 has noticed
+        loop.step()
+    else:
+        try:
+            loop.step()
+        finally:
+            dist.barrier()
 
 
 def flipped(rank: int) -> None:
