@@ -85,7 +85,7 @@ def work(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     rows = []
-    for kind in TYPES:
+    for kind in options.gradients.split(","):
         for policy in POLICIES:
             rows.append(train(policy, kind, options))
             if rank == 0:
@@ -100,6 +100,9 @@ def work(rank: int, options: argparse.Namespace, store: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--gradients", default="float32,bf16", help="of these types of arithmetic; fp16 is slow on CPUs"
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--width", type=int, default=256)
