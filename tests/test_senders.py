@@ -18,17 +18,27 @@ from gradzip.collectives.gloo import Broken, Gloo, Pending
 from gradzip.collectives.senders import Senders
 
 
-def connected(rank: int, world: int) -> Gloo:
-    return Gloo(PrefixStore("senders", _get_default_store()), rank, world, timedelta(seconds=30), senders=3)
+def connected(rank: int, world: int, name: str = "senders") -> Gloo:
+    return Gloo(PrefixStore(name, _get_default_store()), rank, world, timedelta(seconds=30), senders=3)
 
 
 def alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradzip-send")]
 
 
-def swap(rank: int, world: int) -> tuple[int, bool, list[str]]:
+def swap(rank: int, world: int) -> list[tuple[int, bool, list[str]]]:
+    """With queues as they are, and with short ones."""
+    found = [swap_by(connected(rank, world), rank, world)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sockets, "shorten_queues", lambda *args: True)  # on one host none is shortened
+        gloo = connected(rank, world, "short")
+        gloo.shorten_queues()
+    return [*found, swap_by(gloo, rank, world)]
+
+
+def swap_by(gloo: Gloo, rank: int, world: int) -> tuple[int, bool, list[str]]:
     """Many messages of different sizes, all under way at once: wrong ones, whether threads sent, threads left."""
-    gloo, others = connected(rank, world), [r for r in range(world) if r != rank]
+    others = [r for r in range(world) if r != rank]
     sizes = torch.randint(1, 1 << 18, (60,), generator=torch.Generator().manual_seed(5)).tolist()
     under_way: list[tuple[int, Pending, dict[int, torch.Tensor]]] = []
     for tag, size in enumerate(sizes):
@@ -63,8 +73,9 @@ def break_off(rank: int, world: int) -> tuple[list[int | None], list[str]]:
 
 
 def test_messages_arrive() -> None:
-    for wrong, sent_by_threads, left in run_ranks(3, swap, 3):
-        assert (wrong, sent_by_threads, left) == (0, True, [])
+    for usual, short in run_ranks(3, swap, 3):
+        assert usual == (0, True, [])
+        assert short == (0, False, [])
 
 
 def test_broken_connections_are_named() -> None:
@@ -82,14 +93,19 @@ def test_queues_are_short_where_the_network_is_fast(monkeypatch: pytest.MonkeyPa
         with elsewhere, here:
             usual = [queue_of(elsewhere), queue_of(here)]
             monkeypatch.setattr(sockets, "_FAST", 1e15)  # no network answers soon enough for that
-            sockets.shorten_queues(made, 1 << 15, count=2)
+            assert not sockets.shorten_queues(made, 1 << 15, count=2)
             monkeypatch.setattr(sockets, "_FAST", 0.0)
-            sockets.shorten_queues(made, 1 << 15, count=1)
+            assert not sockets.shorten_queues(made, 1 << 15, count=1)
             assert [queue_of(elsewhere), queue_of(here)] == usual
-            sockets.shorten_queues(made, 1 << 15, count=2)
+            assert not sockets.shorten_queues(made, 1 << 15, count=2), "that of this host takes as much as ever"
             assert [queue_of(elsewhere), queue_of(here)] == [1 << 16, usual[1]]
+            assert sockets.shorten_queues(made - numbered(here, made), 1 << 15, count=1)
             sockets.shut_down(made)
             assert elsewhere.recv(1) == here.recv(1) == b""
+
+
+def numbered(connection: socket.socket, among: set[sockets.Socket]) -> set[sockets.Socket]:
+    return {found for found in among if found.number == connection.fileno()}
 
 
 def queue_of(connection: socket.socket) -> int:

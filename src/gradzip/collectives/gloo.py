@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from . import sockets
 from .senders import Later, Senders
 
-SENDERS = 3  # threads that send data, where there are cores for them
+SENDERS = 3  # threads that send data, where there are cores for them and connections take much at once
 QUEUE = 64 << 10  # bytes that wait in a connection to another host, if queues are to be short
 _AT_ONCE = 1 << 16  # bytes that are handed to a socket in less time than to a thread
 _PROBE = (1 << 31) - 1  # a tag that nothing else has
@@ -69,8 +69,9 @@ class Gloo:
             self._sockets[name] = sockets.found() - before
 
     def shorten_queues(self) -> None:
-        """Lets little data wait in connections."""
-        sockets.shorten_queues(self._sockets.get("data", ()), QUEUE, self.world - 1)
+        """Lets little data wait in connections. Where all take but little, no other thread need hand data to them."""
+        if sockets.shorten_queues(self._sockets.get("data", ()), QUEUE, self.world - 1):
+            self._senders = Senders(0)
 
     def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> Rows:
         """Starts to send a row of numbers to some ranks and to receive one of the same length from others."""

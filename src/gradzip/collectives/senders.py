@@ -2,7 +2,8 @@
 
 Gloo's send writes what the connection takes before it returns, on the thread that calls it: for megabytes that are
 milliseconds, in which the thread would otherwise code. Where a GPU does the coding, and the host has cores to spare,
-larger messages go by a few threads that do nothing else. Tags match messages: it does not matter which goes first.
+larger messages go by a few threads that do nothing else, unless queues are short (sockets.py): then a connection takes
+little, and Gloo's own thread hands over the rest. Tags match messages: it does not matter which goes first.
 """
 
 from __future__ import annotations

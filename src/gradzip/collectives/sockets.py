@@ -39,15 +39,17 @@ def shut_down(sockets: Iterable[Socket]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def shorten_queues(sockets: Iterable[Socket], queue: int, count: int) -> None:
+def shorten_queues(sockets: Iterable[Socket], queue: int, count: int) -> bool:
     """Lets about `queue` bytes wait in each connection to another host for being sent, not megabytes as usual.
 
     What waits in many sockets of a host is sent unevenly, and whoever waits for all waits for the last. It also leaves
     the processor's caches. Where the network answers so slowly that one such connection could not fill it, more may
     wait, or as much as the system finds right. Nothing is done if there are not `count` connections: some are not ours.
+    Returns whether little waits in all of them now.
     """
     if sum(1 for _ in _connections(sockets)) != count:
-        return
+        return False
+    shortened = 0
     for connection in _connections(sockets):
         with contextlib.suppress(OSError, AttributeError):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -56,6 +58,8 @@ def shorten_queues(sockets: Iterable[Socket], queue: int, count: int) -> None:
             elsewhere = connection.getpeername()[0] != connection.getsockname()[0]
             if elsewhere and len(info) == _TCP_INFO_BYTES and needed <= _LONGEST:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, needed)
+                shortened += 1
+    return shortened == count
 
 
 def _connections(sockets: Iterable[Socket]) -> Iterator[socket.socket]:
