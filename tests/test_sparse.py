@@ -8,7 +8,7 @@ from conftest import generator, gradient, same_bits
 
 import gradzip
 from gradzip import Context
-from gradzip.codecs import random
+from gradzip.codecs import random, selection
 from gradzip.codecs.random import hash_bits, key_of, keyed_bits, stream, uniform
 from gradzip.codecs.selection import largest, sample
 from gradzip.codecs.sparse import RandomBlock, RandomK, Threshold, TopK
@@ -199,6 +199,10 @@ def test_the_guess_does_not_change_what_is_largest(kind: str, k: int) -> None:
         x = x.sort().values
     order = x.abs().sort(descending=True, stable=True).indices[:k]
     assert torch.equal(largest(x, k), order.sort().values)
+    x[:50:7], x[3] = torch.nan, -torch.inf
+    for dtype in (torch.float32, torch.bfloat16):
+        magnitude = selection.magnitudes(x.to(dtype))
+        assert torch.equal(selection.largest_by_sorting(magnitude, k), selection._largest(magnitude, k)), "as on a GPU"
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-3, 1.0])

@@ -21,6 +21,13 @@ from ..engines.layout import Floor
 from ..errors import Corrupt, Unsupported, nearest
 
 
+class Sparse(NamedTuple):
+    """Some values of a tensor."""
+
+    places: torch.Tensor  # ascending indices
+    values: torch.Tensor
+
+
 @dataclass
 class Context:
     """What a codec may know beside the tensor. The caller keeps one per parameter and codec."""
@@ -34,6 +41,7 @@ class Context:
     floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
     shift: int = 0  # added to the floors, for sums of several ranks
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
+    sent: Sparse | None = None  # by sparse codecs: what the frame that was just encoded holds
     whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
     state: dict[str, Any] = field(default_factory=dict)

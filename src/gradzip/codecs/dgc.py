@@ -22,7 +22,7 @@ import torch
 
 from ..errors import Unsupported
 from . import selection
-from .base import Context, register, wide
+from .base import Context, Sparse, register, wide
 from .sparse import SparseFrame, check_ratio, kept
 
 _STAGES = 4  # of the warm-up: 25 %, 6.25 %, 1.6 % and 0.4 % of the values, as in the paper
@@ -83,4 +83,4 @@ class DGC(SparseFrame):
         values = torch.where(due.isfinite(), due.clamp(-most, most), due).to(x.dtype)
         ctx.state["own_u"] = u.index_fill(0, index, 0) if index.numel() < x.numel() else u
         ctx.state["own_v"] = v.index_copy(0, index, v[index] - wide(values) / ctx.scale)
-        return self._write(index, values, x.numel(), body)
+        return self._write(Sparse(index, values), x.numel(), ctx, body)

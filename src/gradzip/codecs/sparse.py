@@ -14,7 +14,7 @@ import torch
 from .. import wire
 from ..errors import Corrupt, Unsupported
 from . import selection
-from .base import Codec, Context, Lossy, register, typed
+from .base import Codec, Context, Lossy, Sparse, register, typed
 from .packing import pack_positions, position_bytes, unpack_positions
 from .random import key_of
 
@@ -70,7 +70,8 @@ class SparseFrame(Codec, ABC):
         if (header.body_bytes - _COUNT_BYTES) // header.dtype.itemsize < fewest(header.numel):
             raise Corrupt(f"a frame of {header.body_bytes} bytes claims to stand for {header.numel} values")
 
-    def _write(self, index: torch.Tensor, values: torch.Tensor, numel: int, body: torch.Tensor) -> int:
+    def _write(self, sent: Sparse, numel: int, ctx: Context, body: torch.Tensor) -> int:
+        index, values = ctx.sent = sent
         size = sparse_bytes(numel, index.numel(), values.itemsize)
         positions = _COUNT_BYTES + index.numel() * values.itemsize
         write_number(body, index.numel())
@@ -85,7 +86,7 @@ class SparseFrame(Codec, ABC):
             raise Corrupt(f"{count} of {out.numel()} values do not make a body of {body.numel()} bytes")
         positions = _COUNT_BYTES + count * out.itemsize
         index = unpack_positions(body[positions:], out.numel(), count)
-        _scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
+        scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
 
 
 @register
@@ -103,7 +104,7 @@ class TopK(_Ratio, SparseFrame):
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         index = selection.largest(x, self.kept(x.numel()))
-        return self._write(index, x[index], x.numel(), body)
+        return self._write(Sparse(index, x[index]), x.numel(), ctx, body)
 
 
 @register
@@ -135,7 +136,7 @@ class Threshold(Lossy, SparseFrame):
         index = selection.reaching(x, self.value * ctx.scale)
         if index.numel() < fewest(x.numel()):
             index = selection.largest(x, fewest(x.numel()))
-        return self._write(index, x[index], x.numel(), body)
+        return self._write(Sparse(index, x[index]), x.numel(), ctx, body)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class RandomK(_Shared):
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         key, values = self._read(body, out)
         index, _ = selection.sample(key, out.numel(), values.numel(), out.device)
-        _scatter(index, values, out, add)
+        scatter(index, values, out, add)
 
 
 @register
@@ -249,7 +250,8 @@ def read_number(body: torch.Tensor) -> int:
     return int.from_bytes(bytes(body[:8].tolist()), "little")
 
 
-def _scatter(index: torch.Tensor, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+def scatter(index: torch.Tensor, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """Puts values to their places in `out`, or adds them; all others count as zero."""
     if add:
         values = out[index] + values
     else:

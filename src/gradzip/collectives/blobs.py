@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PeerError
-from .together import ENTRY, Bodies
+from .sent import Sent
+from .together import ENTRY, Bodies, Frames, Part
 
 _NUMBER = struct.Struct("<q")
 HEAD_ROOM = 40  # the table of a single blob
@@ -22,8 +23,24 @@ class Blob(NamedTuple):
     data: torch.Tensor
     source: int | None = None  # the rank that it came from, for errors
     with_room: torch.Tensor | None = None  # the same with HEAD_ROOM bytes before it, which may be written
-    values: Sequence[torch.Tensor] | Bodies | None = None  # what was coded, piece by piece, where that is at hand
+    values: Sequence[torch.Tensor] | Bodies | Sent | None = None  # what was coded, where that is at hand
     head: memoryview | None = None  # its first bytes in the host's memory, where the data is on a GPU
+
+
+def content_of(blob: Blob) -> Part:
+    if blob.values is not None:
+        assert not isinstance(blob.values, Sent)
+        return blob.values
+    return blob.data if blob.head is None else Frames(blob.data, blob.head)
+
+
+def values_of(blob: Blob) -> Sequence[torch.Tensor]:
+    """What was coded, piece by piece; nothing if it has to be decoded."""
+    known = blob.values
+    if isinstance(known, Bodies):
+        assert known.decoded is not None
+        return known.decoded()
+    return () if known is None or isinstance(known, Sent) else known
 
 
 def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor:

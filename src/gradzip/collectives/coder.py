@@ -18,19 +18,20 @@ import torch
 
 from .. import engines, wire
 from ..codecs import BY_ID, Codec, Context, books
-from ..codecs.base import wide
+from ..codecs.base import Sparse, wide
 from ..codecs.baseline import ByteCodec, Cast, Identity
 from ..codecs.gcomp import GComp
 from ..codecs.sparse import SparseFrame, TopK, fewest
 from ..engines.layout import Floor
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
-from .blobs import HEAD_ROOM, Blob, Writer
+from .blobs import HEAD_ROOM, Blob, Writer, content_of, values_of
 from .buffers import Buffers
 from .flat import flatten, unflatten
 from .layout import Layout, Piece
+from .sent import Sent, take_out
 from .terms import How
-from .together import ENTRY, Bodies, Damage, Frames, Leaf, Part, Sum, Together, coding_together
+from .together import ENTRY, Damage, Leaf, Sum, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -159,16 +160,18 @@ class TensorCoder:
         return [self._encode_pieces(leaf, values[i], how, i == stays) for i, leaf in enumerate(leaves)]
 
     def _encode_pieces(self, leaf: Layout, values: Sequence[torch.Tensor], how: How, stays: bool) -> Blob:
-        known = values if all(self._codec_of(piece, how).lossless for piece in leaf) else None
+        known: Sequence[torch.Tensor] | Sent | None = (
+            values if all(self._codec_of(piece, how).lossless for piece in leaf) else None
+        )
         if stays and known is not None:
             if how.own:
                 self.goes_plainly(leaf)
             return Blob(torch.empty(0, dtype=torch.uint8), values=known)
         device = self._device(how)
         writer = self._writer(leaf, device)
-        for piece, x in zip(leaf, values):
-            if piece.numel:
-                self._encode_piece(piece, x.to(device), how, writer)
+        sent = [self._encode_piece(piece, x.to(device), how, writer) for piece, x in zip(leaf, values) if piece.numel]
+        if sent and all(sent):
+            known = Sent([frame for frame in sent if frame is not None])
         return writer.blob()._replace(values=known)
 
     def decode(
@@ -185,10 +188,9 @@ class TensorCoder:
         for number, contribution in enumerate(contributions):
             adds = add or number > 0
             for leaf, blob, into in zip(leaves, contribution, outs):
-                if blob.values is None:
+                if blob.values is None or (isinstance(blob.values, Sent) and not blob.values.put(into, adds)):
                     self._decode_pieces(leaf, blob, how, into, adds)
-                    continue
-                for out, x in zip(into, _values_of(blob)):
+                for out, x in zip(into, values_of(blob)):
                     out.add_(x.to(out.device)) if adds else out.copy_(x)
 
     def _decode_pieces(self, leaf: Layout, blob: Blob, how: How, outs: Sequence[torch.Tensor], add: bool) -> None:
@@ -289,7 +291,7 @@ class TensorCoder:
                 filled = _filled_values(into)
                 dense = [out.contiguous() for out in filled]
                 scattered += [(out, x) for out, x in zip(filled, dense) if x is not out]
-                sums.append(Sum(pieces, [_content(blob) for blob in blobs], dense))
+                sums.append(Sum(pieces, [content_of(blob) for blob in blobs], dense))
         damage = together.add_up(sums, how.shift, add, how.own) if sums else None
         if damage is not None:
             self._explain(damage, leaves, contributions, how, sums, add)
@@ -356,7 +358,8 @@ class TensorCoder:
             state = {}  # of sums nothing is carried from step to step
         return dataclasses.replace(whole, name=name, floor=floor, shift=how.shift, state=state)
 
-    def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> None:
+    def _encode_piece(self, piece: Piece, x: torch.Tensor, how: How, writer: Writer) -> Sparse | None:
+        """Returns what a sparse frame holds."""
         codec, own = self._codec_of(piece, how), how.own
         stage = _stage_of(how, piece)
         name, unit = self.contexts[piece.tensor].name, self.scale / (self.world if how.mean else 1)
@@ -369,16 +372,17 @@ class TensorCoder:
         ctx = self._context(piece, how, x.device)
         frame = writer.write(partial(codec.encode, x, ctx))
         if not self._feeds_back:
-            return
-        decoded = codec.decode(frame, ctx)
-        if own:
-            lost = self._lost[piece.tensor][piece.start : piece.stop]
-            if self._together is not None:  # only this step of the route is on another device
-                lost.copy_((x - decoded) / self.scale)
-            else:
-                lost.sub_(decoded.to(lost.device))
+            return ctx.sent
+        lost = self._lost[piece.tensor][piece.start : piece.stop] if own else wide(target).clone()
+        if ctx.sent is not None:
+            take_out(lost, ctx.sent)
+        elif own and self._together is not None:  # only this step of the route is on another device
+            lost.copy_((x - codec.decode(frame, ctx)) / self.scale)
         else:
-            self.memory.lost(name, wide(target) - wide(decoded), unit, stage)
+            lost.sub_(wide(codec.decode(frame, ctx)).to(lost.device))
+        if not own:
+            self.memory.lost(name, lost, unit, stage)
+        return ctx.sent
 
     def _decode_piece(self, piece: Piece, frame: torch.Tensor, how: How, out: torch.Tensor, add: bool) -> None:
         codec, header = self.codec, wire.read_header(frame)
@@ -419,21 +423,6 @@ class TensorCoder:
         if at != data.numel():
             raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
         return frames
-
-
-def _content(blob: Blob) -> Part:
-    if blob.values is not None:
-        return blob.values
-    return blob.data if blob.head is None else Frames(blob.data, blob.head)
-
-
-def _values_of(blob: Blob) -> Sequence[torch.Tensor]:
-    known = blob.values
-    if isinstance(known, Bodies):
-        assert known.decoded is not None
-        return known.decoded()
-    assert known is not None
-    return known
 
 
 def _near(codec: Codec) -> bool:
