@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 1 bench/clocks.py --model small --policy powersgd:rank=4            (a CPU, Gloo)
 
 One rank that codes as it would among others (GRADZIP_ALONE=1). Of the step with the median time between the last bucket
-and the end of backward: a line for each moment, in milliseconds since the last bucket came. Then, of a step under
-torch.profiler, which is slower: what ran on the GPU since the message's first stage began.
+and the end of backward: a line for each moment, in milliseconds since the last bucket came. What is listed after the
+end of backward takes Python's lock from the user's next lines. Then, of a step under torch.profiler, which is slower:
+what ran on the GPU since the message's first stage began.
 """
 
 from __future__ import annotations
@@ -68,9 +69,8 @@ def watch_all() -> None:
     watch(message, "all_finite", "look for NaN")
 
 
-def since_last_bucket(began: float) -> tuple[float, list[Moment]]:
+def since_last_bucket(began: float, ended: float) -> tuple[float, list[Moment]]:
     """How long a step took after its last bucket had come, and what happened then."""
-    ended = time.perf_counter()
     start = next(when for when, _, what in _moments if what == "hook of the last bucket ...")
     seen = [(when - start, thread, what) for when, thread, what in _moments if when >= start]
     hooks = [when for when, _, what in _moments if what.startswith("hook")]
@@ -79,7 +79,7 @@ def since_last_bucket(began: float) -> tuple[float, list[Moment]]:
         f"end of backward, begun {1e3 * (start - began):.1f} before; {len(hooks) // 2} hooks, {1e3 * spent:.2f} in all"
     )
     seen.append((ended - start, "", words))
-    return ended - start, seen
+    return ended - start, sorted(seen)
 
 
 def kernels(run: hook_cost.Run, x: torch.Tensor, device: torch.device, policy: str) -> None:
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("gpt2", "small"), default="small")
     parser.add_argument("--policy", default="powersgd:rank=4")
     parser.add_argument("--batch", type=int, default=4, help="of gpt2")
+    parser.add_argument("--length", type=int, help="words in a sequence of gpt2; 256 if not given")
     parser.add_argument("--steps", type=int, default=15)
     options = parser.parse_args()
     os.environ["GRADZIP_ALONE"] = "1"
@@ -112,7 +113,9 @@ def main() -> None:
     watch_all()
     run = hook_cost.start(options.policy, argparse.Namespace(model=options.model, fused=False), device)
     model = run.model.module
-    x = torch.randint(0, model.vocabulary, (options.batch if cuda else 1, model.length)).to(device)
+    shape = options.batch if cuda else 1, options.length or model.length
+    x = torch.randint(0, model.vocabulary, shape).to(device)
+    assert run.handle is not None
     steps = []
     for number in range(options.steps + 5):
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
@@ -122,16 +125,16 @@ def main() -> None:
         _moments.clear()
         began = time.perf_counter()
         loss.backward()
-        hook_cost._now(device)
+        ended = hook_cost._now(device)
+        run.handle._channel.pipeline.drain()
         if number >= 5:
-            steps.append(since_last_bucket(began))
+            steps.append(since_last_bucket(began, ended))
         run.optimizer.step()
     steps.sort(key=lambda step: step[0])
     for when, thread, what in steps[len(steps) // 2][1]:
         print(f"{1e3 * when:8.3f}  {thread:18} {what}")
     if cuda:
         kernels(run, x, device, options.policy)
-    assert run.handle is not None
     run.handle.detach()
     dist.destroy_process_group()
 

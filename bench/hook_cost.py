@@ -126,9 +126,8 @@ def main() -> None:
     parser.add_argument("--policies", default=POLICIES, help="separated by ;")
     parser.add_argument("--alone", action="store_true", help="code although there is nobody to send to")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), which counts its steps on the device")
-    parser.add_argument(
-        "--batch", type=int, default=4, help="of gpt2, in sequences of 1024: small ones wait for the host"
-    )
+    parser.add_argument("--batch", type=int, default=4, help="sequences of gpt2; few of them wait for the host")
+    parser.add_argument("--length", type=int, help="words in a sequence of gpt2, up to 1024; 256 if not given")
     parser.add_argument("--steps", type=int, default=10, help="in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=5)
@@ -147,7 +146,8 @@ def main() -> None:
     model = runs[0].model.module
     assert isinstance(model, Gpt2)
     batch = options.batch if cuda else 1
-    x = torch.randint(0, model.vocabulary, (batch, model.length)).to(device)
+    length = options.length or model.length
+    x = torch.randint(0, model.vocabulary, (batch, length)).to(device)
     proofs = []
     for run in runs:
         run.step(x, device)
@@ -169,7 +169,7 @@ def main() -> None:
             "added_ms": round(sum(middle[run.what].values()) - sum(middle["plain"].values()), 3),
             "hook_ms": round(hooks[run.what], 3), "operations": found, "kernels": kernels,
             "verified": proof, "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
-            "batch": batch,
+            "batch": batch, "length": length,
         }  # fmt: skip
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
         if options.csv:
