@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from conftest import generator, same_bits
 from hypothesis import given, settings
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 
 from gradzip.codecs import Context, parse
 from gradzip.codecs.base import wide
+from gradzip.codecs.packing import pack, unpack
+from gradzip.codecs.sparse import SparseFrame
 from gradzip.collectives.blobs import Blob
 from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.layout import Piece
 from gradzip.collectives.sent import Sent
 from gradzip.collectives.terms import How
+from gradzip.errors import CodecError, Corrupt
 from gradzip.feedback import Memory
+from gradzip.wire import HEADER_BYTES
 
 OWN, OF_A_SUM = How("gpu", 0, 1, 0, False), How("gpu", 1, 4, 2, True)
 
@@ -79,3 +84,26 @@ def test_what_a_rank_sent_is_what_it_would_decode(
 def decodable(blob: Blob) -> Blob:
     """As other ranks get it."""
     return blob._replace(values=None)
+
+
+@pytest.mark.parametrize("codec", ["topk:ratio=0.01", "topk:ratio=0.3", "threshold:value=1.0", "sign", "qsgd:bits=3"])
+def test_what_the_host_can_see_is_not_fetched_from_a_gpu(codec: str) -> None:
+    """Headers, counts and last bytes come from the host's copy: those on the GPU are made illegible here."""
+    x = torch.randn(3001, generator=generator(4))
+    frame = parse(codec).encode(x, Context())
+    there = frame.clone()
+    there[:HEADER_BYTES] = 0
+    if isinstance(parse(codec), SparseFrame):
+        there[HEADER_BYTES : HEADER_BYTES + 8] = 255
+    found = parse(codec).decode(there, Context(near=frame))
+    assert same_bits(found, parse(codec).decode(frame, Context()))
+    with pytest.raises(CodecError):
+        parse(codec).decode(frame, Context(near=frame[:-1]))
+
+
+def test_bits_behind_the_last_value_are_found_where_the_host_sees_them() -> None:
+    packed = pack(torch.ones(3, dtype=torch.uint8), 1)
+    near = packed | 128
+    assert torch.equal(unpack(packed, 3, 1), torch.ones(3, dtype=torch.uint8))
+    with pytest.raises(Corrupt):
+        unpack(packed, 3, 1, near)

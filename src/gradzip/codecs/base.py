@@ -41,6 +41,7 @@ class Context:
     floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
     shift: int = 0  # added to the floors, for sums of several ranks
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
+    near: torch.Tensor | None = None  # the frame to be decoded in the host's memory, if it lies on a GPU as well
     sent: Sparse | None = None  # by sparse codecs: what the frame that was just encoded holds
     whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
@@ -204,7 +205,7 @@ class Codec:
         self, payload: torch.Tensor, ctx: Context | None = None, out: torch.Tensor | None = None, add: bool = False
     ) -> torch.Tensor:
         """The flat tensor of a frame; with `out` nothing is allocated, with `add` it is added to `out`."""
-        header = wire.read_header(payload)
+        header = wire.read_header(payload if ctx is None or ctx.near is None else ctx.near)
         if header.codec_id != self.wire_id:
             other = BY_ID.get(header.codec_id)
             made_by = f"by {other.name!r}" if other else f"by an unknown codec (id {header.codec_id})"

@@ -43,8 +43,8 @@ def _folded(groups: torch.Tensor, bits: int) -> torch.Tensor:
     return folded
 
 
-def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """The inverse of `pack`, for exactly packed_bytes(count, bits) bytes."""
+def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None = None) -> torch.Tensor:
+    """The inverse of `pack`, for exactly packed_bytes(count, bits) bytes; `near` has the same in the host's memory."""
     assert data.numel() == packed_bytes(count, bits)
     if bits == 8:
         return data
@@ -56,7 +56,7 @@ def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
         groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)
         words = pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)
         values = _unfolded(words.view(-1), bits, 8).to(torch.uint8)
-    if count * bits % 8 and bool(data[-1] >> count * bits % 8):
+    if count * bits % 8 and bool((data if near is None else near)[-1] >> count * bits % 8):
         raise Corrupt("bits are set behind the last value")
     return values[:count]
 
@@ -137,14 +137,15 @@ def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)])
 
 
-def unpack_positions(data: torch.Tensor, numel: int, count: int) -> torch.Tensor:
+def unpack_positions(data: torch.Tensor, numel: int, count: int, near: torch.Tensor | None = None) -> torch.Tensor:
     """The inverse, for position_bytes(numel, count) bytes; Corrupt unless `count` indices ascend below numel."""
     assert data.numel() == position_bytes(numel, count)
     if count == 0:
         return data.new_empty(0, dtype=torch.int64)
-    width = _low_width(numel, count)
+    width, near = _low_width(numel, count), data if near is None else near
     start = _low_bytes(count, width) if width else 0
-    marked = unpack(data[start:], _upper_bits(numel, count, width) if width else numel, 1).nonzero().view(-1)
+    bits = _upper_bits(numel, count, width) if width else numel
+    marked = unpack(data[start:], bits, 1, near[start:]).nonzero().view(-1)
     if marked.numel() != count:
         raise Corrupt(f"{marked.numel()} positions are marked where {count} values follow")
     if width == 0:
@@ -153,7 +154,7 @@ def unpack_positions(data: torch.Tensor, numel: int, count: int) -> torch.Tensor
     for plane in range(width // 8):
         index |= data[plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
     if width % 8:
-        odd = unpack(data[width // 8 * count : start], count, width % 8)
+        odd = unpack(data[width // 8 * count : start], count, width % 8, near[width // 8 * count : start])
         index |= odd.to(torch.int64) << width // 8 * 8
     if bool((index.diff() <= 0).any() | (index[-1] >= numel)):
         raise Corrupt(f"the positions do not ascend from 0 to {numel - 1}")

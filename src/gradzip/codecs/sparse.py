@@ -80,12 +80,13 @@ class SparseFrame(Codec, ABC):
         return size
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        count = read_number(body) if body.numel() >= _COUNT_BYTES else -1
+        near = body if ctx.near is None else ctx.near[ctx.near.numel() - body.numel() :]
+        count = read_number(near) if body.numel() >= _COUNT_BYTES else -1
         least = fewest(out.numel())
         if not least <= count <= out.numel() or body.numel() != sparse_bytes(out.numel(), count, out.itemsize):
             raise Corrupt(f"{count} of {out.numel()} values do not make a body of {body.numel()} bytes")
         positions = _COUNT_BYTES + count * out.itemsize
-        index = unpack_positions(body[positions:], out.numel(), count)
+        index = unpack_positions(body[positions:], out.numel(), count, near[positions:])
         scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
 
 

@@ -198,9 +198,10 @@ class TensorCoder:
         data = blob.data if blob.data.device == place else blob.data.to(place)
         name = self.contexts[leaf[0].tensor].name
         try:
-            for piece, frame, out in zip(_filled(leaf), self._frames(leaf, data), _filled_values(outs)):
+            near, frames = self._frames(leaf, blob.data), self._frames(leaf, data, blob.data)
+            for piece, frame, known, out in zip(_filled(leaf), frames, near, _filled_values(outs)):
                 name = self.contexts[piece.tensor].name
-                self._decode_piece(piece, frame, how, out, add)
+                self._decode_piece(piece, frame, known, how, out, add)
         except CodecError as error:
             if blob.source is None or blob.source == self.contexts[0].rank:
                 raise type(error)(f"{name!r}: {error}") from error
@@ -384,13 +385,17 @@ class TensorCoder:
             self.memory.lost(name, lost, unit, stage)
         return ctx.sent
 
-    def _decode_piece(self, piece: Piece, frame: torch.Tensor, how: How, out: torch.Tensor, add: bool) -> None:
-        codec, header = self.codec, wire.read_header(frame)
+    def _decode_piece(
+        self, piece: Piece, frame: torch.Tensor, near: torch.Tensor, how: How, out: torch.Tensor, add: bool
+    ) -> None:
+        """`near` is the frame as it came, most often to the host's memory."""
+        codec, header = self.codec, wire.read_header(near)
         if header.codec_id != codec.wire_id and isinstance(codec, SparseFrame):
             codec = BY_ID[TopK.wire_id]()  # a union
         if header.numel != piece.numel:
             raise Corrupt(f"the frame holds {header.numel} values instead of {piece.numel}")
         ctx = self._context(piece, how, frame.device)
+        ctx.near = near if near.device.type == "cpu" else None
         if header.dtype == out.dtype and out.device == frame.device and out.is_contiguous():
             codec.decode(frame, ctx, out, add)
         else:
@@ -410,10 +415,15 @@ class TensorCoder:
         self.taken.append(buffer)
         return buffer
 
-    def _frames(self, leaf: Layout, data: torch.Tensor) -> list[torch.Tensor]:
+    def _frames(self, leaf: Layout, data: torch.Tensor, near: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The frames in a blob's data; `near` has the same where the host sees it."""
         count = sum(piece.numel > 0 for piece in leaf)
         at = ENTRY * count
-        sizes = data[:at].cpu().clone().view(torch.int64).tolist() if data.numel() >= at else [-1]
+        sizes = (
+            (data if near is None else near)[:at].cpu().clone().view(torch.int64).tolist()
+            if data.numel() >= at
+            else [-1]
+        )
         frames = []
         for size in sizes:
             if size < 0 or at + size > data.numel():
