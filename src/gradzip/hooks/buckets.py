@@ -2,13 +2,13 @@
 
 DDP makes its buckets anew after the first step and leaves them where they are from then on, so views of the gradients
 are made once. They are kept from the second step in the same place on: a bucket that DDP gives up would otherwise stay
-in memory. Until DDP has made them anew, another one could come to lie where one was.
+in memory.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,34 +25,28 @@ class _Seen(NamedTuple):
     dtype: torch.dtype
     parameters: list[torch.Tensor]
     named: Bucket | None
-    settled: bool  # as long as it lies there, it holds these
 
 
 class Buckets:
-    def __init__(self, names: Mapping[torch.Tensor, str], settled: Callable[[], bool]) -> None:
-        """`settled`: buckets have been made anew."""
-        self._names, self._settled = names, settled
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        self._names = names
         self._seen: dict[int, _Seen] = {}
 
     def named(self, bucket: GradBucket, buffer: torch.Tensor) -> Bucket:
         """The gradients of a bucket."""
-        number = bucket.index()
+        number, parameters = bucket.index(), bucket.parameters()
         seen = self._seen.get(number)
-        there = seen is not None and seen.address == buffer.data_ptr() and seen.dtype == buffer.dtype
-        if there and seen is not None and seen.named is not None and seen.settled and self._settled():
-            return seen.named
-        settled, parameters = self._settled(), bucket.parameters()
         again = (
-            there
-            and seen is not None
+            seen is not None
+            and seen.address == buffer.data_ptr()
+            and seen.dtype == buffer.dtype
             and len(seen.parameters) == len(parameters)
             and all(map(operator.is_, seen.parameters, parameters))
         )
         if again and seen is not None and seen.named is not None:
-            self._seen[number] = seen._replace(settled=settled)
             return seen.named
         named = Bucket(self._views(parameters, bucket.gradients()), again)
-        self._seen[number] = _Seen(buffer.data_ptr(), buffer.dtype, parameters, named if again else None, settled)
+        self._seen[number] = _Seen(buffer.data_ptr(), buffer.dtype, parameters, named if again else None)
         return named
 
     def _views(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> Named:

@@ -72,7 +72,7 @@ class Handle:
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._model = weakref.ref(model)
         self._names = parameter_names(model)
-        self._buckets = Buckets(self._names, self._has_rebuilt)
+        self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
         self._learns = isinstance(policy, Adaptive)
@@ -380,10 +380,6 @@ class Handle:
                 state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)
             ]
         return numbers
-
-    def _has_rebuilt(self) -> bool:
-        """Whether DDP has made its buckets anew, which it does once; not if this torch does not say."""
-        return bool(getattr(self._model(), "_has_rebuilt_buckets", False))
 
     def _has_joined(self) -> bool:
         """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
