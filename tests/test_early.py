@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from typing import Any
 
 import emulated
@@ -39,11 +40,13 @@ class Slow:
 
     def __init__(self) -> None:
         self.dies = False
+        self.starts_after = 0.0  # seconds
         self.may_end = threading.Event()
         self.may_end.set()
         inner = lowrank.Fused.reduce
 
         def reduce(fused: lowrank.Fused, *args: Any) -> Left:
+            time.sleep(self.starts_after)
             left = inner(fused, *args)
             self.may_end.wait(20)
             if self.dies:
@@ -89,7 +92,10 @@ def trained(rank: int) -> dict[str, Any]:
     out["kept"] = before.keys() == after.keys() and all(
         torch.equal(value, after[key]) for key, value in before.items() if isinstance(value, torch.Tensor)
     )
+    slow.starts_after = 0.2
     run.step(STEPS + 4)
+    slow.starts_after = 0.0
+    out["waited for"], out["buckets"] = run.gradients(), len(run.handle._buckets._seen)
     out["healthy"] = all(bool(g.isfinite().all()) for g in run.gradients())
     run.optimizer.step()
 
@@ -146,6 +152,12 @@ def test_training_by_kernels_is_training_by_torch(seen: list[dict[str, Any]]) ->
     assert all(found["difference"] < 1e-5 for found in seen)
     assert same(seen[0]["parameters"], seen[1]["parameters"])
     assert all(found["collectives"] == 3 * STEPS for found in seen)
+
+
+def test_ddp_waits_for_its_first_bucket_before_it_looks_at_another(seen: list[dict[str, Any]]) -> None:
+    """Only that one's future waits. Otherwise gradients would be each rank's own."""
+    assert all(found["buckets"] > 1 for found in seen)
+    assert same(seen[0]["waited for"], seen[1]["waited for"])
 
 
 def test_gradients_are_there_before_the_end_is_known(seen: list[dict[str, Any]]) -> None:
