@@ -37,7 +37,8 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     bench = net.Bench(net.shared(builtin() if rank == 0 else None), torch.device("cpu"))
-    ways = [bench._native()[0], *(bench._way(Option.parse(codec)) for codec in options.codecs.split(";"))]
+    codecs = [Option.parse(codec) for codec in options.codecs.split(";")]
+    ways = [bench._native()[0], *(bench._way(codec, bench.channel) for codec in codecs)]
     rows = []
     for way in ways:
         bench._verify(way)
