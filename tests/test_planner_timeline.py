@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import _ctypes
 import itertools
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradzip.errors import EngineError
 from gradzip.planner.fast import Change, Evaluator, Tables
 from gradzip.planner.timeline import CPU, GPU, INTER_IN, INTER_OUT, INTRA_IN, INTRA_OUT, LINKS, Task, Timeline, simulate
 
@@ -200,13 +203,8 @@ def test_after_a_change_the_events_are_those_of_the_new_plan(
 
 
 def test_an_old_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradzip import engines
-    from gradzip.errors import EngineError
-
-    class Old:
-        _library = object()
-
-    monkeypatch.setattr(engines, "load", lambda name: Old)
+    monkeypatch.setenv("GRADZIP_LIBRARY", _ctypes.__file__)  # any library but ours
+    monkeypatch.delitem(sys.modules, "gradzip.engines.native")
     with pytest.raises(EngineError, match="build it again"):
         Evaluator(
             Tables(
