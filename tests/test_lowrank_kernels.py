@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import emulated
@@ -263,6 +264,18 @@ def test_one_for_many_steps(device: torch.device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients, means))
         assert [state.keys() for state in left.kept.states] == [state.keys() for state in twin.states]
         kept = left.kept
+
+
+def test_what_is_left_holds_no_gradients(device: torch.device) -> None:
+    """DDP may give up its buckets before the next step."""
+    gradients = [x.to(device) for x in random(SHAPES, 3)]
+    fused = PowerSGD(rank=4).in_place(gradients, [Context(str(i)) for i in range(len(SHAPES))])
+    assert fused is not None
+    kept = fused.reduce(Apart([None] * len(SHAPES), [{}] * len(SHAPES)), 1.0, lambda flat: None, lambda: None).kept
+    refs = [weakref.ref(g) for g in gradients]
+    del fused, gradients
+    assert [ref() for ref in refs] == [None] * len(SHAPES)
+    assert len(kept.residuals) == len(SHAPES)
 
 
 @pytest.mark.parametrize("alternate", [False, True])

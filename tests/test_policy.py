@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -214,10 +216,14 @@ def test_what_waits_does_not_hold_the_memory_of_the_rest() -> None:
     assert torch.equal(memory._residuals["gradient/used"], torch.full((1000,), 3.0))
 
 
+class Owner:
+    """Of what is kept as one."""
+
+
 def test_what_is_kept_as_one_is_what_each_keeps() -> None:
     """Whoever asks, and after steps that were dropped; what was there before goes away."""
     memory, names = Memory(rank=0), ("a", "guest", "b")
-    owner, other = object(), object()
+    owner, other = Owner(), Owner()
 
     def kept(value: float) -> Apart:
         return Apart(
@@ -265,3 +271,34 @@ def test_what_is_kept_as_one_is_what_each_keeps() -> None:
     halves.commit()
     assert halves._residuals["gradient/b"].dtype == torch.bfloat16
     assert halves._states["powersgd/a"]["q"] == 1.0
+
+
+def test_what_sums_lost_goes_out_once_with_what_is_kept_as_one() -> None:
+    memory, names, owner = Memory(rank=0), ("a", "b"), Owner()
+    memory.lost("a", torch.ones(2), stage="sum1.2-4")
+    memory.commit()
+    memory.fold()
+    sent, together = [], []
+    for _ in range(3):
+        gradients = [torch.zeros(4), torch.zeros(3)]
+        memory.of_all(owner, names, "powersgd", gradients, 2.0)
+        sent.append(gradients[0].tolist())
+        memory.keep_all(owner, names, "powersgd", Apart([torch.zeros(4), None], [{}, {}]))
+        memory.commit()
+        together.append("a" in memory._bundles)
+    assert sent == [[0, 0, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert together == [False, True, True]
+    assert not any(key.startswith("folded") for key in memory.state_dict())
+
+
+def test_what_is_kept_as_one_holds_nothing_else() -> None:
+    """Neither whoever left it, who has DDP's buckets, nor what a step that was dropped would have left."""
+    memory, owner = Memory(rank=0), Owner()
+    for succeeds in (True, False):
+        kept = Apart([torch.zeros(4)], [{}])
+        memory.keep_all(owner, ("a",), "powersgd", kept)
+        memory.commit() if succeeds else memory.drop()
+    gone = [weakref.ref(owner), weakref.ref(kept)]
+    del owner, kept
+    assert [ref() for ref in gone] == [None, None]
+    assert list(memory.state_dict()) == ["rank0/residual/gradient/a", "rank0/entries"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ class _Bundle:
     """What many parameters keep as one, under a codec."""
 
     def __init__(self, owner: object, names: Sequence[str], codec: str, kept: Kept) -> None:
-        self.owner, self.names, self.codec, self.kept = owner, names, codec, kept
-        self.next = kept  # what it will be if the step succeeds
+        self.owner = weakref.ref(owner)  # it may hold buckets that DDP gives up
+        self.names, self.codec, self.kept = names, codec, kept
 
 
 class Memory:
@@ -63,7 +64,7 @@ class Memory:
         self._next_states: dict[str, dict[str, Any]] = {}
         self._has_folded = False  # whether there may be residuals of sums to go with the gradient
         self._bundles: dict[str, _Bundle] = {}  # by name
-        self._next_bundles: list[_Bundle] = []
+        self._next_bundles: list[tuple[_Bundle, Kept]] = []
         self._bundling = threading.Lock()
 
     # -- residuals ----------------------------------------------------------------------------------------------
@@ -224,21 +225,20 @@ class Memory:
     ) -> Kept:
         """What is kept of these gradients: as `owner` left it where nothing else has to be done, or each by itself."""
         bundle = self._bundles.get(names[0])
-        if bundle is not None and bundle.owner is owner and not self._has_folded and is_exact(scale):
+        if bundle is not None and bundle.owner() is owner and not self._has_folded and is_exact(scale):
             return bundle.kept
         return Apart(self.to_add(names, tensors, scale), [self.state(name, codec) for name in names])
 
     def keep_all(self, owner: object, names: Sequence[str], codec: str, kept: Kept) -> None:
         """Takes what this step leaves of all of them."""
         bundle = self._bundles.get(names[0])
-        if bundle is None or bundle.owner is not owner:
-            if self.patient or any(self.forms.get(name) in ("bf16", "cpu") for name in names):
+        if bundle is None or bundle.owner() is not owner:
+            if self.patient or self._has_folded or any(self.forms.get(name) in ("bf16", "cpu") for name in names):
                 self.lost_all(names, kept.residuals)
                 self._next_states |= {f"{codec}/{name}": state for name, state in zip(names, kept.states)}
                 return
             bundle = _Bundle(owner, names, codec, kept)
-        bundle.next = kept
-        self._next_bundles.append(bundle)
+        self._next_bundles.append((bundle, kept))
 
     def _take_apart(self, name: str) -> None:
         bundle = self._bundles.get(name)
@@ -279,10 +279,11 @@ class Memory:
             self._spare(key, self._residuals.get(key))
             self._residuals[key] = residual
         self._states.update({key: state for key, state in self._next_states.items() if state})
-        for bundle in self._next_bundles:
+        for bundle, kept in self._next_bundles:
             if self._bundles.get(bundle.names[0]) is not bundle:
                 self._put_together(bundle)
-            bundle.kept = bundle.next
+            bundle.kept = kept
+        self._has_folded = self._has_folded and any(key.startswith(_FOLDED) for key in self._residuals)
         self._next_residuals = {}
         self.drop()
 

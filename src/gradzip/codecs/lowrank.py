@@ -30,7 +30,6 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch._utils import _unflatten_dense_tensors
 
 from ..engines.cuda import factors, hot
 from ..errors import Unsupported
@@ -236,30 +235,29 @@ class Fused(InPlace):
     def __init__(
         self, codec: PowerSGD, tensors: list[torch.Tensor], whole: list[int], groups: list[_Group], seed: int
     ) -> None:
-        self._keeps, self.count = codec.error_memory is not None, len(tensors)
-        self.places = [i for group in groups for i in group.places]  # factors lie as torch's operations have them
-        self.matrices = [tensors[i] for i in self.places]
+        self._keeps = codec.error_memory is not None
+        places = [i for group in groups for i in group.places]  # factors lie as torch's operations have them
+        self._matrices = [tensors[i] for i in places]
         self._whole_places, self._whole = whole, [tensors[i] for i in whole]
         shapes = tuple(factors.Shape(group.rows, group.columns) for group in groups for _ in group.places)
-        self._plan = factors.plan(shapes, codec.rank, self.matrices[0].device)
-        self._columns = [shape.columns for shape in shapes]
-        like = self.matrices[0]
-        fresh = {n: _random(n, codec.rank, seed, like.device, like.dtype) for n in set(self._columns)}
-        self.fresh = [fresh[n] for n in self._columns]  # for columns of zeros
-        self._addresses, self._fresh_addresses = _addresses(self.matrices), _addresses(self.fresh)
+        like = self._matrices[0]
+        self._plan = factors.plan(shapes, codec.rank, like.device)
+        fresh = [_random(shape.columns, codec.rank, seed, like.device, like.dtype) for shape in shapes]
+        self._order = _Order(len(tensors), places, [matrix.shape for matrix in self._matrices], fresh)
+        self._addresses, self._fresh_addresses = _addresses(self._matrices), _addresses(fresh)
         self._known: dict[tuple[int, int], factors.Operands] = {}  # by where residuals and factors are
         self._flat: torch.Tensor | None = None  # for all that goes as it is
         self._parts: list[torch.Tensor] = []
 
     def reduce(self, before: Kept, scale: float, average: Average, enqueued: Callable[[], None]) -> Left:
-        own = before if isinstance(before, _Factored) and before.of is self else None
+        own = before if isinstance(before, _Factored) and before.order is self._order else None
         operands, _alive = self._apart(before, scale) if own is None else (self._together(own), None)
         largest = list[torch.Tensor]()  # of all that went as it is
         meanwhile = functools.partial(self._average_whole, average, largest)
-        found = self._plan.run(operands, self.matrices[0], average, self._keeps, scale, meanwhile)
+        found = self._plan.run(operands, self._matrices[0], average, self._keeps, scale, meanwhile)
         enqueued()
         finite = not int(found.flawed) and all(math.isfinite(x) for x in largest)  # waits, and leaves Python to others
-        return Left(_Factored(self, found.right, found.after), finite)
+        return Left(_Factored(self._order, found.right, found.after), finite)
 
     def _together(self, own: _Factored) -> factors.Operands:
         """Of what the last step left, which lies as kernels put it."""
@@ -268,7 +266,7 @@ class Fused(InPlace):
         if place not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            befores = _addresses(own.lost()) if lost else (0,) * len(self.matrices)
+            befores = _addresses(own.lost()) if lost else (0,) * len(self._matrices)
             self._known[place] = factors.Operands(
                 self._addresses, befores, _addresses(own.factors()), self._fresh_addresses
             )
@@ -279,15 +277,15 @@ class Fused(InPlace):
         residuals, states = before.residuals, before.states
         for i, tensor in zip(self._whole_places, self._whole):
             _add(tensor, residuals[i], scale)
-        lost = [residuals[i] for i in self.places]
+        lost = [residuals[i] for i in self._order.places]
         if not self._keeps:
-            for matrix, missing in zip(self.matrices, lost):
+            for matrix, missing in zip(self._matrices, lost):
                 _add(matrix, missing, scale)
             lost = [None] * len(lost)
-        last = [states[i].get("q") for i in self.places]
+        last = [states[i].get("q") for i in self._order.places]
         starts = [
             fresh if q is None else _columns(q, fresh).to(fresh.dtype).contiguous()
-            for q, fresh in zip(last, self.fresh)
+            for q, fresh in zip(last, self._order.fresh)
         ]
         befores = tuple(0 if x is None else x.data_ptr() for x in lost)
         return factors.Operands(self._addresses, befores, _addresses(starts), self._fresh_addresses), (lost, starts)
@@ -305,32 +303,46 @@ class Fused(InPlace):
         largest.append(torch.linalg.vector_norm(self._flat, math.inf))
 
 
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """How what matrices keep lies in one tensor. It holds none of the gradients, so that steps may keep it."""
+
+    count: int  # tensors, matrices and others
+    places: list[int]  # of the matrices among them
+    shapes: list[torch.Size]  # of each matrix
+    fresh: list[torch.Tensor]  # for columns of zeros; as large as the right factor of each
+
+
 class _Factored(Kept):
     """What kernels leave: the right factors of all matrices, and what was lost of all of them."""
 
-    def __init__(self, of: Fused, right: torch.Tensor, after: torch.Tensor | None) -> None:
-        self.of, self.right, self.after = of, right, after
+    def __init__(self, order: _Order, right: torch.Tensor, after: torch.Tensor | None) -> None:
+        self.order, self.right, self.after = order, right, after
 
     def factors(self) -> list[torch.Tensor]:
-        return list(_unflatten_dense_tensors(self.right, self.of.fresh))  # type: ignore[no-untyped-call]
+        return _parted(self.right, [fresh.shape for fresh in self.order.fresh])
 
     def lost(self) -> list[torch.Tensor]:
-        return list(_unflatten_dense_tensors(self.after, self.of.matrices))  # type: ignore[no-untyped-call]
+        return [] if self.after is None else _parted(self.after, self.order.shapes)
 
     @property
     def residuals(self) -> list[torch.Tensor | None]:
-        residuals: list[torch.Tensor | None] = [None] * self.of.count
-        if self.after is not None:
-            for i, part in zip(self.of.places, self.lost()):
-                residuals[i] = part
+        residuals: list[torch.Tensor | None] = [None] * self.order.count
+        for i, part in zip(self.order.places, self.lost()):
+            residuals[i] = part
         return residuals
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = [{} for _ in range(self.of.count)]
-        for i, factor in zip(self.of.places, self.factors()):
+        states: list[dict[str, Any]] = [{} for _ in range(self.order.count)]
+        for i, factor in zip(self.order.places, self.factors()):
             states[i]["q"] = factor
         return states
+
+
+def _parted(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    parts = flat.split_with_sizes([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
