@@ -17,7 +17,7 @@ from training import Run, same, start
 
 from gradzip import Accordion, Fixed, Rules, backward, checks
 from gradzip.collectives import Elsewhere, Topology
-from gradzip.collectives.coder import all_finite
+from gradzip.collectives.finite import all_finite
 from gradzip.engines.layout import Floor
 from gradzip.feedback import Memory
 from gradzip.hooks.ahead import Ahead

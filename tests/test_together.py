@@ -252,6 +252,24 @@ def test_a_damaged_leaf_names_rank_and_tensor(engine: str, place: int) -> None:
     assert same_bits(out, x)
 
 
+@pytest.mark.parametrize("codec", ["gcomp:own=near", "gcomp:own=lossless"])
+def test_a_frame_that_a_ring_cannot_pass_on_names_rank_and_tensor(engine: str, codec: str) -> None:
+    x = gradient(5000, seed=1)
+    contexts = [Context("w", rank=0, floor=floor_for(x))]
+    coder = TensorCoder(parse(codec), [x], contexts, Memory(0), Buffers(), 1.0, 3)
+    layout = chunks([x.numel()], 3, True)[0]
+    with engines.use(engine):
+        coder.prepare()
+        (blob,) = coder.encode([layout], [coder.load(layout)], How("cpu", 0, 1, 0))
+        blob = blob._replace(source=1, values=None)
+        coder.hop(layout, blob, [x], How("cpu", 1, 2, 0))
+        for place, flipped in ((0, 1), (16, 1), (32, 1), (100, 0x55)):  # the size, the count, the coding, a table
+            damaged = blob.data.clone()
+            damaged[place] ^= flipped
+            with pytest.raises(PeerError, match="rank 1 sent 'w' damaged"):
+                coder.hop(layout, blob._replace(data=damaged), [x], How("cpu", 1, 2, 0))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30),

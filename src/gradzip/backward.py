@@ -23,7 +23,7 @@ from .codecs import Codec, Context
 from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
-from .collectives.coder import all_finite
+from .collectives.finite import all_finite
 from .feedback import Memory
 from .gradients import PLAIN, Bucket, Future, Late, Named, Way, done_future, new_future
 from .refresh import SharedBook

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PeerError
+from ..errors import Corrupt, PeerError
 from .sent import Sent
 from .together import ENTRY, Bodies, Frames, Part
 
@@ -133,3 +133,18 @@ class Writer:
         table = torch.tensor(self._sizes, dtype=torch.int64).view(torch.uint8)
         self._buffer[HEAD_ROOM : HEAD_ROOM + table.numel()] = table.to(self._buffer.device)
         return Blob(self._buffer[HEAD_ROOM : self._at], None, self._buffer[: self._at])
+
+
+def places(data: torch.Tensor, count: int) -> list[slice]:
+    """Where in a blob's data its frames are."""
+    at = ENTRY * count
+    sizes = data[:at].cpu().clone().view(torch.int64).tolist() if data.numel() >= at else [-1]
+    found = []
+    for size in sizes:
+        if size < 0 or at + size > data.numel():
+            raise Corrupt(f"it does not hold the {count} frames that it should")
+        found.append(slice(at, at + size))
+        at += size + -size % ENTRY
+    if at != data.numel():
+        raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
+    return found

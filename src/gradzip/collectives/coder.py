@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +21,11 @@ from ..codecs.base import Sparse, wide
 from ..codecs.baseline import ByteCodec, Cast, Identity
 from ..codecs.gcomp import GComp
 from ..codecs.sparse import SparseFrame, TopK, fewest
-from ..engines.layout import Floor
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
-from .blobs import HEAD_ROOM, Blob, Writer, content_of, values_of
+from .blobs import HEAD_ROOM, Blob, Writer, content_of, places, values_of
 from .buffers import Buffers
+from .finite import all_finite
 from .flat import flatten, unflatten
 from .layout import Layout, Piece
 from .sent import Sent, take_out
@@ -198,28 +197,38 @@ class TensorCoder:
         data = blob.data if blob.data.device == place else blob.data.to(place)
         name = self.contexts[leaf[0].tensor].name
         try:
-            near, frames = self._frames(leaf, blob.data), self._frames(leaf, data, blob.data)
-            for piece, frame, known, out in zip(_filled(leaf), frames, near, _filled_values(outs)):
+            for piece, at, out in zip(_filled(leaf), places(blob.data, len(_filled(leaf))), _filled_values(outs)):
                 name = self.contexts[piece.tensor].name
-                self._decode_piece(piece, frame, known, how, out, add)
+                self._decode_piece(piece, data[at], blob.data[at], how, out, add)
         except CodecError as error:
             if blob.source is None or blob.source == self.contexts[0].rank:
                 raise type(error)(f"{name!r}: {error}") from error
             raise PeerError(f"rank {blob.source} sent {name!r} damaged: {type(error).__name__}: {error}") from error
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
-        if isinstance(self.codec, GComp) and self._fuses(values[0], how):
-            frames, coding = self._frames(leaf, blob.data), [self.codec._job(self.contexts[0]).coding]
-            at = slice(wire.body_offset(False), wire.body_offset(False) + 1)
-            if all(frame[at].tolist() == coding for frame in frames):  # a rank's own may be lossless
-                writer = self._writer(leaf, values[0].device)
-                for piece, frame, local in zip(_filled(leaf), frames, _filled_values(values)):
-                    ctx = self._context(piece, how, local.device)
-                    writer.write(partial(_fused, self.codec, frame, local, ctx))
-                return writer.blob()
+        try:
+            fused = self._hop_at_once(leaf, blob, values, how)
+        except CodecError:
+            self._decode_pieces(leaf, blob, how, [torch.empty_like(x) for x in values], False)  # says who sent it
+            raise
+        if fused is not None:
+            return fused
         total = [wide(x).clone() for x in values]
         self.decode([leaf], [[blob]], how, [total], add=True)
         return self.encode([leaf], [total], how)[0]
+
+    def _hop_at_once(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob | None:
+        """None where that cannot be, or where frames came that are lossless, as a rank's own may be."""
+        if not isinstance(self.codec, GComp) or not self._fuses(values[0], how):
+            return None
+        frames = [blob.data[at] for at in places(blob.data, len(_filled(leaf)))]
+        kind, coding = wire.body_offset(False), self.codec._job(self.contexts[0]).coding
+        if any(frame[kind : kind + 1].tolist() != [coding] for frame in frames):
+            return None
+        writer = self._writer(leaf, values[0].device)
+        for piece, frame, local in zip(_filled(leaf), frames, _filled_values(values)):
+            writer.write(partial(_fused, self.codec, frame, local, self._context(piece, how, local.device)))
+        return writer.blob()
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for that many values, until the chunk is through."""
@@ -350,7 +359,7 @@ class TensorCoder:
         name = whole.name if is_whole else f"{whole.name}[{piece.start}:{piece.stop}]"
         floor = whole.floor
         if floor is not None:
-            floor = _moved(floor[piece.start : piece.stop], device)
+            floor = floor[piece.start : piece.stop].to(device)
         if isinstance(self.codec, GComp) or (is_whole and how.own):
             state = whole.state
         elif how.own and not cuttable(self.codec):
@@ -415,25 +424,6 @@ class TensorCoder:
         self.taken.append(buffer)
         return buffer
 
-    def _frames(self, leaf: Layout, data: torch.Tensor, near: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The frames in a blob's data; `near` has the same where the host sees it."""
-        count = sum(piece.numel > 0 for piece in leaf)
-        at = ENTRY * count
-        sizes = (
-            (data if near is None else near)[:at].cpu().clone().view(torch.int64).tolist()
-            if data.numel() >= at
-            else [-1]
-        )
-        frames = []
-        for size in sizes:
-            if size < 0 or at + size > data.numel():
-                raise Corrupt(f"it does not hold the {count} frames that it should")
-            frames.append(data[at : at + size])
-            at += size + -size % ENTRY
-        if at != data.numel():
-            raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
-        return frames
-
 
 def _near(codec: Codec) -> bool:
     return isinstance(codec, GComp) and codec.mode == "near"
@@ -453,6 +443,8 @@ def _union(codec: Codec, x: torch.Tensor) -> Codec:
 def _fused(codec: GComp, frame: torch.Tensor, local: torch.Tensor, ctx: Context, out: torch.Tensor) -> torch.Tensor:
     """The frame of local + what is in `frame`, in one pass."""
     header = wire.read_header(frame)
+    if header.numel != local.numel():
+        raise Corrupt(f"the frame holds {header.numel} values instead of {local.numel()}")
     start = wire.body_offset(False)
     job = codec._job(ctx)
     book = books.lengths(job.book, local.numel()) if job.book else None
@@ -461,27 +453,6 @@ def _fused(codec: GComp, frame: torch.Tensor, local: torch.Tensor, ctx: Context,
     )
     wire.write_header(out, codec.wire_id, local.dtype, local.numel(), size, False)
     return out[: start + size]
-
-
-def _moved(floor: torch.Tensor | Floor, device: torch.device) -> torch.Tensor | Floor:
-    if isinstance(floor, torch.Tensor):
-        return floor.to(device)
-    if floor.theta.device == device:
-        return floor
-    second = None if floor.second is None else floor.second.to(device)
-    return dataclasses.replace(floor, theta=floor.theta.to(device), second=second)
-
-
-def all_finite(xs: Sequence[torch.Tensor]) -> bool:
-    """Asks the device once. A sum is not finite if a term is not; it takes a quarter of the time of looking at each."""
-    xs = [x for x in xs if x.numel()]
-    if not xs:
-        return True
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
-    on_cpu = xs[0].device.type == "cpu"
-    sums = [x.sum(dtype=dtype) for x in xs] if on_cpu else list(torch._foreach_norm(xs, 1, dtype))
-    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
-    return math.isfinite(total) or all(bool(x.isfinite().all()) for x in xs)
 
 
 def _filled(leaf: Layout) -> list[Piece]:

@@ -26,8 +26,9 @@ from ..feedback import Memory
 from ..routes import NAMED, Route
 from .blobs import Blob
 from .channel import Channel
-from .coder import TensorCoder, all_finite, cuttable
+from .coder import TensorCoder, cuttable
 from .executor import Executor
+from .finite import all_finite
 from .flat import flatten, unflatten
 from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
 from .mean import WHERE, averaging

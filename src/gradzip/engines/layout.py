@@ -86,6 +86,10 @@ class Floor:
         second = None if self.second is None else self.second[part]
         return Floor(self.theta[part], second, self.c0, self.c1, self.c2)
 
+    def to(self, device: torch.device) -> Floor:
+        second = None if self.second is None else self.second.to(device)
+        return Floor(self.theta.to(device), second, self.c0, self.c1, self.c2)
+
     def tensor(self) -> torch.Tensor:
         """The floors as an int8 tensor, in plain torch operations."""
         theta = (self.theta.detach().reshape(-1).view(torch.int32) >> 23) & 255

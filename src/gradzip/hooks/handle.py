@@ -24,7 +24,7 @@ from .. import collectives
 from ..backward import Backward, is_alone, shares_book
 from ..codecs import Codec
 from ..collectives import transports
-from ..collectives.coder import all_finite
+from ..collectives.finite import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..feedback import Memory, Value
 from ..gradients import PLAIN, Future, Late, Way

@@ -89,7 +89,7 @@ def _cost(
         for device in ("cpu", "gpu") if own == {"cuda"} else ("cpu",):
             place = torch.device("cpu") if device == "cpu" else gradient.device
             flat, floor = flatten(gradient, parameter)[:MOST].to(place), floors.get(parameter)
-            floor = None if floor is None else _moved(floor[:MOST], place)
+            floor = None if floor is None else floor[:MOST].to(place)
             encode[device], decode[device] = _curves(Stand(codec, device, place, world), name, flat, floor)
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
     payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
@@ -103,15 +103,6 @@ def _floors(codec: Codec, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor
     if isinstance(codec, GComp) and codec.mode == "paper":
         return {p: flatten(r, p) for p, r in sensitivity.reaches(optimizer, 1.0).items()}
     return {}
-
-
-def _moved(floor: Any, place: torch.device) -> Any:
-    if isinstance(floor, torch.Tensor):
-        return floor.to(place)
-    if isinstance(floor, Floor) and floor.theta.device != place:
-        second = None if floor.second is None else floor.second.to(place)
-        return dataclasses.replace(floor, theta=floor.theta.to(place), second=second)
-    return floor
 
 
 def _repeated(floor: Any, values: int, times: int) -> Any:
