@@ -89,6 +89,16 @@ def test_negative_zeros_are_sent() -> None:
         assert (size(NEAR.exact, x, context) < size(NEAR, x, context)) == smaller
 
 
+def test_floors_may_have_the_shape_of_the_parameter() -> None:
+    """As gradzip.floors gives them."""
+    x = gradient(96 * 512, seed=3)
+    x[:512] = 2.0**-100  # in the first row alone there is nothing to keep
+    x[512:] = x[512:].bfloat16().float()
+    flat = floor_for(x).tensor()
+    for floor in (flat, flat.view(96, 512)):
+        assert GComp().for_own(x, Context(floor=floor)) == NEAR.exact
+
+
 def test_some_values_of_all_bits_are_enough() -> None:
     """Blocks send as many bits of each value as the longest of them has."""
     x = gradient(100_000).bfloat16().float()

@@ -55,8 +55,8 @@ def _sample(x: torch.Tensor, floor: torch.Tensor | Floor) -> tuple[torch.Tensor,
     """The bits of values at equal distances, with their floors; zeros behind those of a small tensor."""
     distance = max(1, x.numel() // SAMPLE - 1 | 1)  # odd, or a matrix may show the same few columns in every row
     part = slice(0, SAMPLE * distance, distance)
-    values, grid = x[part].view(torch.int32), floor[part]
-    grid = grid.tensor() if isinstance(grid, Floor) else grid
+    values = x[part].view(torch.int32)
+    grid = floor[part].tensor() if isinstance(floor, Floor) else floor.reshape(-1)[part]
     return pad(values, (0, SAMPLE - values.numel())), pad(grid, (0, SAMPLE - grid.numel()))
 
 
