@@ -13,7 +13,8 @@ from ranks import run_ranks
 
 from gradzip.codecs import Context, parse
 from gradzip.collectives import Message, message
-from gradzip.collectives.terms import Members
+from gradzip.collectives.pipeline import ROW_VERSION, Agreement, Job
+from gradzip.collectives.terms import Exchange, Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, tree
 
@@ -77,3 +78,9 @@ def test_what_a_later_stage_reads_lives_as_long_as_the_job(monkeypatch: pytest.M
     assert all(frame() is not None for frame in made)
     job.crossing = None
     assert all(frame() is None for frame in made)
+
+
+def test_ranks_of_one_version_number_data_alike() -> None:
+    """Who changes the tags raises the version: ranks of two versions would wait for each other's data for ever."""
+    job = Job(Agreement("gcomp at step 3"), message._nothing(), message._unset, number=70, first_exchange=4)
+    assert (ROW_VERSION, job.tag(Exchange("flat", [], [], number=1))) == (3, 631267333)

@@ -30,7 +30,7 @@ from .carrier import Carrier, Parcel
 from .gloo import Gloo, Pending
 from .terms import AllReduce, Exchange, Members, Parts, Steps
 
-ROW_VERSION = 2
+ROW_VERSION = 3  # of rows and tags: ranks that number data otherwise would wait for each other
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
 _EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
