@@ -59,7 +59,8 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
     model = DistributedDataParallel(net)
     policy = "cast" if fault == "another codec" and is_victim else "gcomp:mode=lossless"
-    heartbeat = None if fault == "asleep" else timedelta(seconds=HEARTBEAT)
+    # Where nothing but its heartbeat says that a rank is gone; elsewhere a busy machine could stop one for that long.
+    heartbeat = timedelta(seconds=HEARTBEAT) if fault in ("stop", LINK_DOWN) else None
     said: dict[str, Any] = {"rank": rank}
     try:
         handle = gradzip.attach(model, None, policy, heartbeat=heartbeat, transport="gloo" if way == "gloo" else "nccl")
