@@ -87,6 +87,8 @@ def mistakes() -> dict[str, Any]:
     torch._dynamo.config.optimize_ddp = "python_reducer"
     compiled = DistributedDataParallel(nn.Linear(4, 4))
     torch._dynamo.config.optimize_ddp = True
+    skipping = DistributedDataParallel(nn.Linear(4, 4))
+    skipping.skip_all_reduce_unused_params = True  # older versions of torch have no such argument
     stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     cases: dict[str, Callable[[], object]] = {
         "bare": lambda: gradzip.attach(nn.Linear(2, 2), optimizer),
@@ -96,6 +98,7 @@ def mistakes() -> dict[str, Any]:
         "deepspeed": lambda: gradzip.attach(engine()),
         "hooked": lambda: gradzip.attach(hooked),
         "python reducer": lambda: gradzip.attach(compiled),
+        "skips buckets": lambda: gradzip.attach(skipping),
         "optimizer": lambda: gradzip.attach(model, "adam"),  # type: ignore[arg-type]
         "other optimizer": lambda: gradzip.attach(model, stranger),
         "no optimizer": lambda: gradzip.attach(model, None, "gcomp"),
@@ -239,6 +242,7 @@ def test_the_environment_has_the_last_word(seen: list[dict[str, Any]]) -> None:
         ("deepspeed", "What works today: DeepSpeed"),
         ("hooked", "another hook, allreduce_hook"),
         ("python reducer", "optimize_ddp"),
+        ("skips buckets", "find_unused_parameters=True takes care"),
         ("optimizer", "str is no torch.optim.Optimizer"),
         ("other optimizer", "none of the model's parameters"),
         ("no optimizer", "asks the optimizer which bits matter"),

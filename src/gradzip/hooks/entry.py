@@ -141,6 +141,11 @@ def _check(model: DistributedDataParallel) -> None:
             "this model averages inside the compiled graph (DDP's python reducer), where no hook can compress: "
             "set torch._dynamo.config.optimize_ddp to True, the default, before DistributedDataParallel(model)"
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise Unsupported(
+            "this model leaves out buckets that no rank uses (skip_all_reduce_unused_params), and gradzip would wait "
+            "for them: leave that out, and find_unused_parameters=True takes care of them"
+        )
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         names = ", ".join(sorted(map(str, devices)))
