@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
+from gradzip.collectives import Exchange
+from gradzip.collectives.buffers import Buffers
+from gradzip.collectives.gloo import Pending, Rows
+from gradzip.collectives.pipeline import Agreement, Job, Pipeline
+from gradzip.collectives.terms import Members, Steps
 from gradzip.collectives.watch import Watch
 from gradzip.errors import PlanError
 from gradzip.hooks.progress import SETTLING, WINDOW, Progress
@@ -22,6 +28,7 @@ from gradzip.option import Option
 from gradzip.plan import Plan
 
 PLANNED = 1e9  # bit/s
+LONG = TIMEOUT.total_seconds()
 
 
 def said(rates: list[float], expected: float = PLANNED) -> list[str]:
@@ -84,6 +91,60 @@ def test_the_wire_is_counted_once_while_exchanges_overlap() -> None:
     watch.saw("code", 1, 3)
     assert watch.recorded() == [], "nobody records any more"
     assert seen[:2] == ["start", "start"]
+
+
+class LatePeer:
+    """Stands in for Gloo: the other rank takes data at once, and agrees when it is told to."""
+
+    rank, world = 0, 2
+
+    def __init__(self) -> None:
+        self.sent, self.there = threading.Event(), threading.Event()
+
+    def send_row(self, row: torch.Tensor, *_: Any) -> Rows:
+        assert self.sent.wait(LONG)
+        assert self.there.wait(LONG)
+        rows = Rows()
+        rows.received[1] = row
+        return rows
+
+    def send(self, *_: Any) -> Pending:
+        self.sent.set()
+        return Pending()
+
+
+def test_a_rank_that_comes_late_is_not_taken_for_a_slow_network() -> None:
+    """What is sent before all agree is under way from then on."""
+    peer, seen, ended = LatePeer(), list[tuple[str, int]](), threading.Event()
+
+    def run() -> Steps:
+        for number in range(2):
+            yield Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], number)
+
+    def fails(error: Any) -> Any:
+        raise AssertionError(error)
+
+    pipeline = Pipeline(
+        peer,  # type: ignore[arg-type]
+        {"flat": Members(0, (0, 1))},
+        Buffers(),
+        fails,
+        fails,
+        torch.device("cpu"),
+        lambda kind, stage, number: seen.append((kind, stage)),
+    )
+    pipeline.submit(Job(Agreement("a job"), run(), lambda job, error: ended.set()))
+    assert peer.sent.wait(LONG)
+    assert ("start", 0) not in seen
+    peer.there.set()
+    assert ended.wait(LONG)
+    assert pipeline.stop(LONG)
+    order = [event for event in seen if event != ("agree", 0)]
+    assert order == [
+        *(("code", 0), ("coded", 0), ("start", 0)),
+        *(("code", 1), ("coded", 1), ("start", 1)),
+        *(("code", 2), ("coded", 2)),
+    ]
 
 
 def _plan(model: DistributedDataParallel) -> Plan:

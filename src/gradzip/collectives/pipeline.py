@@ -47,6 +47,7 @@ class Agreement:
         self.what, self.digest = what, digest(what)
         self.number = -1
         self.reached = threading.Event()
+        self.early: list[tuple[int, int]] | None = []  # stages and jobs that send before; None: it is reached
 
 
 @dataclass(eq=False)
@@ -230,6 +231,11 @@ class Pipeline:
             except BaseException as error:
                 self.fail(self.error or self._on_error(error))
                 return
+            with self._changed:
+                early, agreement.early = agreement.early, None
+            for stage, number in early or ():
+                if self._probe:
+                    self._probe("start", stage, number)
             agreement.reached.set()
 
     def _coding(self, stage: int) -> None:
@@ -284,8 +290,7 @@ class Pipeline:
         """Starts data on its way. What no tag tells apart has to wait until all ranks agree on what is done."""
         carried = self.carrier is not None and isinstance(wanted, Exchange) and wanted.carried
         self._check(job, agreed=isinstance(wanted, AllReduce) or wanted.most is None or carried)
-        if self._probe:
-            self._probe("start", stage, job.number)
+        self._note_start(job, stage)
         if isinstance(wanted, AllReduce):
             assert stage == 0, "torch's sums are matched by their order: only one thread may issue them"
             sent = 2 * (self._gloo.world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // self._gloo.world
@@ -316,6 +321,15 @@ class Pipeline:
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
         return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
+
+    def _note_start(self, job: Job, stage: int) -> None:
+        """Data counts as under way from when all ranks agree: until then it waits for ranks, not for the network."""
+        with self._changed:
+            early = job.agreement.early
+            if early is not None:
+                early.append((stage, job.number))
+        if early is None and self._probe:
+            self._probe("start", stage, job.number)
 
     def _received(self, job: Job, transfer: _Transfer | _Carried) -> Parts:
         """What came from the others, who do the same as this rank."""
