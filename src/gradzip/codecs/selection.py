@@ -33,10 +33,12 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
         sample = magnitudes(x[:: x.numel() // _SAMPLE])
         expected = k * sample.numel() / x.numel()
         guess = sample.topk(math.ceil(expected + 3 * math.sqrt(expected) + 3), sorted=False).values.min()
-        likely = _reached(x, guess, 2 * k + _SAMPLE)
+        few = 2 * k + _SAMPLE
+        likely = _reached(x, guess, few)
         if likely.numel() >= k:
-            pick = _largest if x.device.type == "cpu" else largest_by_sorting
-            return likely[pick(magnitudes(x[likely]), k)]
+            # Where most values are equal, as zeros are in an embedding's gradient, all of them may be likely.
+            sorts = x.device.type != "cpu" and likely.numel() <= few
+            return likely[(largest_by_sorting if sorts else _largest)(magnitudes(x[likely]), k)]
     return _largest(magnitudes(x), k)
 
 
