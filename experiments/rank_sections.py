@@ -6,7 +6,7 @@ from pieces import NOT_RUN, TASKS, Results, Row, of, table
 
 GOALS = {"gcomp-cifar": 65.0, "gcomp-sst2-adamw": 86.0}  # per cent of the test pictures, of the dev sentences
 NO_HANDLE = {"plain": "1", "torch bf16": "2"}  # ratios of what is not gradzip's
-ORDER = ("plain", "torch", "gcomp", "gcomp:own=lossless", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
+ORDER = ("plain", "torch", "gcomp", "gcomp:own=near", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
 PARTS = (0.25, 0.5, 1.0)  # of the time that a language model has
 
 # GComp's Figure 10, per cent of the time without compression: by its text, and by its bars where the text has none.

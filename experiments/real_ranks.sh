@@ -67,7 +67,7 @@ run() {
         ;;
     accuracy)
         train 4 10 --task gcomp-cifar --epochs 4 --evaluate-every 32 --csv "$out/gcomp/times.csv" \
-            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7'
+            --policies 'plain;torch bf16;gcomp;gcomp:keep=7'
         ;;
     sentences)
         train 4 10 --task gcomp-sst2-adamw --epochs 0.4 --evaluate-every 15 --csv "$out/gcomp/times.csv" \
@@ -77,17 +77,17 @@ run() {
     allreduce-sentences) allreduce gcomp-sst2-adamw minilm-sst2 1e-4 ;;
     plans)
         ranks 4 10 "$python" -m gradzip profile --steps 14 --inter 10gbit --out "$plans/profile.json" --codec gcomp \
-            --codec gcomp:own=lossless --codec gcomp:keep=7 --codec powersgd:rank=4 -- \
+            --codec gcomp:keep=7 --codec powersgd:rank=4 -- \
             "$python" "$here/real_ranks.py" --data "$data" $options --task gpt2-enwik8 --policies plain --csv /dev/null &&
             plan 10 near10 && plan 1 near1
         ;;
     gpt10)
         train 4 10 --task gpt2-enwik8 --seconds "${GPT10_SECONDS:-15}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
-            --policies 'plain;torch bf16;gcomp;gcomp:own=lossless;gcomp:keep=7;powersgd:rank=4;plan near10'
+            --policies 'plain;torch bf16;gcomp;gcomp:own=near;gcomp:keep=7;powersgd:rank=4;plan near10'
         ;;
     gpt1) # plain and bf16 by NCCL keep eight cores busy with looking, so they do not run at the same time
         train 16 1 --task gpt2-enwik8 --seconds "${GPT1_SECONDS:-56}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
-            --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=lossless;plan near1'
+            --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=near;plan near1'
         ;;
     *)
         echo "unknown part $1" >&2

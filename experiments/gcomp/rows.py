@@ -10,6 +10,7 @@ DIAL = {
     "plain": ("plain", 3),
     "near": ("gcomp:own=near", 3),
     "near, own lossless": ("gcomp:own=lossless", 1),
+    "near, own by itself": ("gcomp", 1),
     "plain, again": ("plain", 1),
     "bf16": ("cast", 1),
     "18 bits cut": ("gcomp:keep=5,round=truncate,feedback=false", 1),
@@ -23,7 +24,7 @@ DIAL = {
     "accordion 256/65536": ("accordion ~ gcomp:ulps=256,own=near ~ gcomp:ulps=65536,own=near ~ window=50", 1),
 }
 _WITH_SGD = (
-    *("plain", "near", "near, own lossless", "plain, again", "bf16", "18 bits cut", "keep=7"),
+    *("plain", "near", "near, own by itself", "plain, again", "bf16", "18 bits cut", "keep=7"),
     *("ulps=256", "ulps=65536"),
 )
 _MINUTES = {"gcomp-cifar": 1.2, "gcomp-sst2-adamw": 0.8, "gcomp-enwik8": 1.0, "gcomp-sst2-sgd": 0.8}  # beside others
