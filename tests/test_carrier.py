@@ -131,19 +131,24 @@ def test_rank_0_is_the_last_to_be_ready() -> None:
     assert carrier.close(30)
 
 
-def unlike(rank: int) -> str:
+def unlike(rank: int) -> list[str]:
     import standin
 
     standin.stand_in()
-    with pytest.raises(PeerError) as caught:
-        connected("nccl" if rank else "gloo", torch.device("cpu"))
-    return str(caught.value)
+    said = []
+    for transport, device in (("nccl" if rank else "gloo", "cpu"), ("gloo", "meta" if rank else "cpu")):
+        with pytest.raises(PeerError) as caught:
+            connected(transport, torch.device(device))
+        said.append(str(caught.value))
+    return said
 
 
 def test_ranks_that_choose_differently_are_told() -> None:
-    for words in run_ranks(2, unlike):
-        assert '"transport": "gloo"' in words
-        assert '"transport": "nccl"' in words
+    for of_transports, of_devices in run_ranks(2, unlike):
+        assert '"transport": "gloo"' in of_transports
+        assert '"transport": "nccl"' in of_transports
+        assert '"device": "cpu"' in of_devices
+        assert '"device": "meta"' in of_devices, "any other kind"
 
 
 def test_a_communicator_that_comes_too_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

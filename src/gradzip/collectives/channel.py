@@ -90,7 +90,13 @@ class Channel:
     def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
         """Waits until all ranks are there. They must speak the same format and see the same hosts."""
         own = json.dumps(
-            {"frames": wire.VERSION, "rows": ROW_VERSION, "hosts": self.topology.hosts, "transport": self.transport}
+            {
+                "frames": wire.VERSION,
+                "rows": ROW_VERSION,
+                "hosts": self.topology.hosts,
+                "transport": self.transport,
+                "device": self.device.type,  # messages are cut up otherwise on GPUs
+            }
         )
         store.set(f"{where}/{self.rank}", own)
         for rank in range(self.world):
@@ -101,8 +107,8 @@ class Channel:
             theirs = store.get(f"{where}/{rank}").decode()
             if theirs != own:
                 raise PeerError(
-                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher and "
-                    "transport"
+                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher, "
+                    "transport and kind of device"
                 )
 
     def _communicator(self, store: Store, timeout: timedelta) -> Communicator:
