@@ -252,6 +252,11 @@ def changes_alone(rank: int, run: Run) -> dict[str, str]:
             Fixed("topk:ratio=0.1"),
             None,
         )  # as if set_policy were called here alone
+    else:
+        # The other one is gone before this one has found out why.
+        pipeline = run.handle._channel.pipeline
+        disagree = pipeline._disagree
+        pipeline._disagree = lambda agreement: [disagree(agreement), time.sleep(1)][0]
     began = time.perf_counter()
     try:
         run.train(10, 11)

@@ -205,6 +205,14 @@ class Channel:
             text = f"{who} is alive but did not answer in time, see attach(timeout=): {_plain(error)}"
         return self.fail(PeerError(text), about=error.rank)
 
+    def cause(self, error: Exception) -> BaseException:
+        """What is to be raised where torch's own sum met an error: why that rank left, if it said so.
+
+        One that fails closes its connections as soon as it has left word: others may learn of that first.
+        """
+        known = self.error or self.health.cause(_LAST_WORDS)
+        return self.error or known or error
+
     def _disagreement(self, agreement: Agreement) -> PeerError:
         ranks = list(range(self.world))
         texts = self.health.exchange_texts(f"text/{agreement.number}", agreement.what, ranks)

@@ -1,7 +1,7 @@
 """Plain averaging as DDP does it by itself: on the model's own process group, in the order of buckets.
 
 No thread or connection of gradzip's has a part in it; the channel only compares, once a step, that all ranks do so, and
-counts what is sent. Errors of a peer that is gone are torch's own.
+counts what is sent. Where torch's sum fails, what the channel knows of the cause is raised instead.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Elsewhere:
             try:
                 return future.value()[0]
             except Exception as error:
-                outcome.error = self._channel.error or error
-                raise
+                outcome.error = self._channel.cause(error)
+                raise outcome.error from error
             finally:
                 done(outcome)
                 _count(-1)
@@ -63,10 +63,10 @@ class Elsewhere:
         _count(1)
         try:
             work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
-        except BaseException:  # it has not begun, and nobody should wait for its end
+        except Exception as error:  # it has not begun, and nobody should wait for its end
             arrived()
             _count(-1)
-            raise
+            raise self._channel.cause(error) from error
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
         return averaged
 

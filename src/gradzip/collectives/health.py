@@ -85,17 +85,19 @@ class Health:
 
     def exchange_texts(self, key: str, text: str, ranks: list[int], patience: float = 5.0) -> list[str]:
         """Each rank's text on the same matter, as far as it comes in time."""
-        texts = []
-        with self._words:
+        texts = dict.fromkeys(ranks, "(it did not say)")
+        texts[self._rank] = text
+        # Who has read them all may leave, and the store with it.
+        with contextlib.suppress(Exception), self._words:
             store = self._stores[1]
             store.set(f"{key}/{self._rank}", text)
             deadline = time.monotonic() + patience
             for rank in ranks:
-                while not store.check([f"{key}/{rank}"]) and time.monotonic() < deadline:
+                while not (found := store.check([f"{key}/{rank}"])) and time.monotonic() < deadline:
                     time.sleep(0.02)
-                found = store.check([f"{key}/{rank}"])
-                texts.append(store.get(f"{key}/{rank}").decode() if found else "(it did not say)")
-        return texts
+                if found:
+                    texts[rank] = store.get(f"{key}/{rank}").decode()
+        return [texts[rank] for rank in ranks]
 
     def _read_words(self, store: Store) -> PeerError | None:
         if not store.check([_LAST_WORDS]):
