@@ -26,7 +26,8 @@ HEARTBEAT = 5  # seconds; 30 by default
 NAP = 60  # seconds that a rank sleeps, twice the usual heartbeat
 LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
-BY_SIGNAL = {"kill": signal.SIGKILL, "kill the store's host": signal.SIGKILL, "stop": signal.SIGSTOP}
+PLAIN = "kill in plain training"
+BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
 WAYS = ("gloo", "stand-in", "nccl")  # what carries data; the second is over Gloo, without a GPU (standin.py)
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
@@ -58,7 +59,8 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
     model = DistributedDataParallel(net)
-    policy = "cast" if fault == "another codec" and is_victim else "gcomp:mode=lossless"
+    usual = gradzip.Fixed("identity") if fault == PLAIN else "gcomp:mode=lossless"
+    policy = "cast" if fault == "another codec" and is_victim else usual
     # Where nothing but its heartbeat says that a rank is gone; elsewhere a busy machine could stop one for that long.
     heartbeat = timedelta(seconds=HEARTBEAT) if fault in ("stop", LINK_DOWN) else None
     said: dict[str, Any] = {"rank": rank}

@@ -111,9 +111,7 @@ def test_rank_0_is_the_last_to_be_ready() -> None:
     def started(name: str) -> Any:
         return lambda *_: issued.append(name) or (lambda: True)
 
-    gloo: Any = SimpleNamespace(
-        rank=0, world=2, send_row=lambda *_: Rows(), receive_from_any=lambda tag: said.get(), first_lost=lambda: None
-    )
+    gloo: Any = SimpleNamespace(rank=0, world=2, send_row=lambda *_: Rows(), receive_from_any=lambda tag: said.get())
     communicator: Any = SimpleNamespace(
         device=torch.device("cpu"), sum=started("sum"), close=lambda: None, sums=lambda dtype: True
     )

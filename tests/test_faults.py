@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from faults import FAULTS, LINK_DOWN, WORLD, run
+from faults import FAULTS, LINK_DOWN, PLAIN, WORLD, run
 
 from gradzip import emulate
 
 CAUSES = {
     "kill": ["rank 3 closed its connections"],
+    PLAIN: ["rank 3 closed its connections"],
     "kill the store's host": ["rank 0"],
     "stop": ["rank 3 has shown no sign of life for 5 s"],
     LINK_DOWN: ["rank 3 has shown no sign of life for 5 s"],

@@ -16,9 +16,10 @@ from torch import nn
 from training import Run, same, start
 
 from gradzip import Accordion, Fixed, Rules, backward, checks
-from gradzip.collectives import Elsewhere, Topology
+from gradzip.collectives import Elsewhere, Topology, sockets
 from gradzip.collectives.finite import all_finite
 from gradzip.engines.layout import Floor
+from gradzip.errors import PeerError
 from gradzip.feedback import Memory
 from gradzip.hooks.ahead import Ahead
 from gradzip.hooks.buckets import Buckets
@@ -278,6 +279,26 @@ def test_plain_steps_go_by_torch_itself() -> None:
         assert "ranks disagree" in seen["alone"]["said"]
         assert seen["alone"]["kept"] == "PeerError"
         assert seen["alone"]["fast"]
+
+
+def breaks_off(rank: int) -> str:
+    """Rank 1 is gone as if killed, after the step in which all agreed that torch's own sums are enough."""
+    run = start(Fixed("identity"))
+    assert run.handle is not None
+    if rank == 1:
+        run.train(0, 2)
+        run.handle._channel.health.report = lambda *_, **__: None  # type: ignore[method-assign]
+        sockets.shut_down(sockets.found())
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        run.train(0, 4)
+    assert isinstance(run.handle.error, PeerError)
+    return str(raised.value)
+
+
+def test_a_rank_that_is_gone_is_named_where_torch_sums() -> None:
+    said = run_ranks(2, breaks_off)[0]
+    assert "rank 1 closed its connections without a word: it was killed, crashed or ended early" in said
 
 
 def kept_as_ddp(rank: int) -> dict[str, Any]:

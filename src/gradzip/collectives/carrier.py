@@ -129,17 +129,11 @@ class Carrier:
                 return
             looks += 1
             if looks % _LOOKS == 0:
-                self._check()
+                self._communicator.check()
                 if time.monotonic() > deadline:
                     raise Broken(None, RuntimeError(f"timed out after {self._timeout:.0f} s"))
             time.sleep(_NAP)
         raise Broken(None, RuntimeError("the communicator is closed"))
-
-    def _check(self) -> None:
-        try:
-            self._communicator.check()
-        except Broken as error:
-            raise Broken(self._gloo.first_lost(), error) from error
 
     # -- the end ------------------------------------------------------------------------------------------------
 

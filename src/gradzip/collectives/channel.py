@@ -79,7 +79,7 @@ class Channel:
         self.watch = Watch(lambda number: self.pipeline.describe(number), _probe)
         self.carrier: Carrier | None = None
         self.pipeline = Pipeline(
-            self.gloo, self.groups, self.buffers, self._explained, self._disagreement, device, self.watch.saw
+            self.gloo, self.groups, self.buffers, self.explained, self._disagreement, device, self.watch.saw
         )
         _open.add(self)
         self.health.start()
@@ -142,7 +142,7 @@ class Channel:
                 f"rank {self.rank} could not connect to the others over NCCL ({found}): leave transport={NCCL!r} out, "
                 f"or set {transports.TRANSPORT}={GLOO}"
             )
-        raise self._explained(found) if isinstance(found, Broken) else self.fail(found)
+        raise self.explained(found) if isinstance(found, Broken) else self.fail(found)
 
     def carries(self, size: int) -> bool:
         """Whether a chunk of so many bytes goes from GPU to GPU, where its route allows that."""
@@ -175,7 +175,7 @@ class Channel:
 
     def _failed_alone(self, error: BaseException) -> None:
         """An error that no job has met."""
-        self.pipeline.fail(self._explained(error))
+        self.pipeline.fail(self.explained(error))
 
     def abort(self) -> None:
         """Ends all waits, here and soon on all ranks."""
@@ -189,8 +189,11 @@ class Channel:
         self.gloo.close()
         self.health.stop()
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """What is to be raised for an error that a job met."""
+    def explained(self, error: BaseException) -> BaseException:
+        """What is to be raised for an error that a job met.
+
+        A rank that fails closes its connections as soon as it has left word: others may see that first.
+        """
         if not isinstance(error, Broken):
             return self.fail(error)
         known = self.error or self.health.cause(_LAST_WORDS)
@@ -199,19 +202,12 @@ class Channel:
         if isinstance(known, PeerError):
             self._lost(known)
             return self.error or known
-        who = f"rank {error.rank}" if error.rank is not None else "a peer"
+        rank = error.rank if error.rank is not None else self.gloo.first_lost()
+        who = f"rank {rank}" if rank is not None else "a peer"
         text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
         if "imed out" in str(error):
             text = f"{who} is alive but did not answer in time, see attach(timeout=): {_plain(error)}"
-        return self.fail(PeerError(text), about=error.rank)
-
-    def cause(self, error: Exception) -> BaseException:
-        """What is to be raised where torch's own sum met an error: why that rank left, if it said so.
-
-        One that fails closes its connections as soon as it has left word: others may learn of that first.
-        """
-        known = self.error or self.health.cause(_LAST_WORDS)
-        return self.error or known or error
+        return self.fail(PeerError(text), about=rank)
 
     def _disagreement(self, agreement: Agreement) -> PeerError:
         ranks = list(range(self.world))

@@ -1,7 +1,7 @@
 """Plain averaging as DDP does it by itself: on the model's own process group, in the order of buckets.
 
 No thread or connection of gradzip's has a part in it; the channel only compares, once a step, that all ranks do so, and
-counts what is sent. Where torch's sum fails, what the channel knows of the cause is raised instead.
+counts what is sent. It also finds out why, where torch's sum fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .channel import Channel
+from .gloo import Broken
 from .message import Outcome
 from .pipeline import Agreement, Job
 from .terms import Steps
@@ -54,7 +55,7 @@ class Elsewhere:
             try:
                 return future.value()[0]
             except Exception as error:
-                outcome.error = self._channel.cause(error)
+                outcome.error = self._channel.explained(Broken(None, error))
                 raise outcome.error from error
             finally:
                 done(outcome)
@@ -63,10 +64,10 @@ class Elsewhere:
         _count(1)
         try:
             work = dist.all_reduce(buffer.mul_(1 / world), group=self._group, async_op=True)
-        except Exception as error:  # it has not begun, and nobody should wait for its end
+        except BaseException:  # it has not begun, and nobody should wait for its end
             arrived()
             _count(-1)
-            raise self._channel.cause(error) from error
+            raise
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(ended)
         return averaged
 
