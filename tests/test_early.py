@@ -105,7 +105,10 @@ def trained(rank: int) -> dict[str, Any]:
     out["resumed"] = same(run.parameters(), again.parameters())
     out["of two"] = of_two_messages()
     slow.dies = True
+    slow.may_end.clear()
     run.step(STEPS + 8)  # says nothing: its gradients are there
+    dist.barrier()  # the other's as well: it would hear what happened here
+    slow.may_end.set()
     for name in ("state_dict", "stats"):
         try:
             getattr(run.handle, name)()

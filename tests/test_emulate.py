@@ -230,7 +230,7 @@ def test_the_first_failure_ends_the_others(rate: str | None, tmp_path: Path) -> 
         2) exec sleep 1000;;
         3) trap '' TERM; touch deaf; while :; do sleep 0.1; done;;
     esac"""
-    result, lines = shell(script, rate, hosts=4, grace=2.0)
+    result, lines = shell(script, rate, hosts=4, grace=5.0)
     assert result.exit_code == 7
     assert result.codes == (3, 7, -signal.SIGTERM, -signal.SIGKILL)
     assert lines == ["[0.0] noticed"]

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ranks import run_ranks
+import torch.distributed as dist
+from ranks import TIMEOUT, free_port, run_ranks
 from training import same, start
 
 from gradzip import Context, Fixed, GradzipWarning, Option, Policy, Rules
@@ -115,6 +116,26 @@ def test_every_rank_learns_the_cause(failures: list[dict[str, dict[str, str]]], 
             assert word in said["kept"]
             assert word in said["raised"], "backward did not say it"
             assert word in said["again"], "a further backward did not say it"
+
+
+def with_the_store(rank: int, port: int) -> str:
+    """Rank 0 fails and is gone at once, and with it the store, before rank 1 has exchanged anything."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=TIMEOUT)
+    policy = Broken(1000)
+    run = start(policy)
+    if rank == 0:
+        policy.works = 0
+        channel._TO_HEAR = TIMEOUT.total_seconds()  # where much else runs, a heart may beat late
+    else:
+        time.sleep(0.4)
+    with pytest.raises((RuntimeError, ZeroDivisionError)) as raised:
+        run.train(0, 3)
+    return str(raised.value)
+
+
+def test_the_cause_is_known_when_the_store_is_gone() -> None:
+    assert all("the policy divides by zero" in said for said in run_ranks(2, with_the_store, free_port()))
 
 
 def other_settings(rank: int) -> dict[str, Any]:

@@ -150,8 +150,8 @@ def silent(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(health.Health, "_beat", lambda self: None)
-        loop = Loop("topk", heartbeat=timedelta(seconds=2))
-        deadline = time.monotonic() + 20
+        loop = Loop("topk", heartbeat=timedelta(seconds=4))
+        deadline = time.monotonic() + 40
         while loop.handle._channel.error is None and time.monotonic() < deadline:
             time.sleep(0.1)
         raise loop.handle._channel.error or AssertionError("nobody noticed")

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -25,7 +25,7 @@ from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
 from .collectives.finite import all_finite
 from .feedback import Memory
-from .gradients import PLAIN, Bucket, Future, Late, Named, Way, done_future, new_future
+from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, done_future, new_future
 from .refresh import SharedBook
 from .spans import until
 
@@ -196,15 +196,22 @@ class Backward:
 
     def _all_came(self, ready: torch.cuda.Event | None) -> None:
         """Starts what waited for the last bucket; the gradients are there when the event is."""
-        for kind, message in self._late_messages(ready) if self._waiting else ():
-            self._start(None, kind, functools.partial(submit, message, self.channel))
+        self._last_came = time.perf_counter()
+        rank, world = self.channel.rank, self.channel.world
+        drafts = self.late.drafts(self._waiting, self.ways, rank, world) if self._waiting else []
+        starts = [(draft.kind, functools.partial(self._submit_late, draft, ready)) for draft in drafts]
         if self._counts is not None:
             refresh = functools.partial(self.books.refresh, self._counts, self.number, self.book_limit, self.channel)
-            self._start(None, "code books", refresh)
+            starts.append(("code books", refresh))
+        if starts:
+            with self._lock:  # they count before any is through, in place of buckets: the first may be the last
+                self._open += len(starts) - 1
+        for kind, start in starts:
+            start(functools.partial(self._ended, None, kind))
         if self.check:
             checks.compare_results(self.results, self.number, self._complete, self.channel, self._checked)
-        self._last_came = time.perf_counter()
-        self._ended(None, None, Outcome())
+        if not starts:
+            self._ended(None, None, Outcome())
 
     def _words_for(self, named: Named) -> str:
         return f"at step {self.number} of {named[0][0]!r} and {len(named) - 1} more"
@@ -259,19 +266,18 @@ class Backward:
             message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
         return [(kind, message) for (kind, _), message in messages.items()]
 
-    def _late_messages(self, ready: torch.cuda.Event | None) -> Iterator[tuple[str, Message]]:
-        """What waited for the last bucket, in the order of names."""
-        memory, number, scale = self.memory, self.number, self.scale
-        for draft in self.late.drafts(self._waiting, self.ways, self.channel.rank, self.channel.world):
-            memory.forms |= draft.forms
-            for context in draft.dated:
-                context.step, context.scale = number, scale
-            for context in draft.stateful:
-                context.state = memory.state(context.name, draft.codec.name)
-            tensors, contexts = draft.tensors, draft.contexts
-            message = Message(draft.codec, draft.route, tensors, contexts, memory, scale, self.words, ready)
-            message.prepared, message.enqueued = draft.prepared, self._means_follow
-            yield draft.kind, message
+    def _submit_late(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
+        """Sends what waited for the last bucket, in the order of names."""
+        memory, scale = self.memory, self.scale
+        memory.forms |= draft.forms
+        for context in draft.dated:
+            context.step, context.scale = self.number, scale
+        for context in draft.stateful:
+            context.state = memory.state(context.name, draft.codec.name)
+        tensors, contexts = draft.tensors, draft.contexts
+        message = Message(draft.codec, draft.route, tensors, contexts, memory, scale, self.words, ready)
+        message.prepared, message.enqueued = draft.prepared, self._means_follow
+        submit(message, self.channel, done)
 
     # -- whether all ranks see the same --------------------------------------------------------------------------
 
@@ -296,11 +302,10 @@ class Backward:
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
-    def _start(self, ticket: _Ticket | None, kind: str, submit: Callable[[Callable[[Outcome], None]], Any]) -> None:
+    def _start(self, ticket: _Ticket, kind: str, submit: Callable[[Callable[[Outcome], None]], Any]) -> None:
         with self._lock:
             self._open += 1
-            if ticket is not None:
-                ticket.left += 1
+            ticket.left += 1
         submit(functools.partial(self._ended, ticket, kind))
 
     def _all_started(self, ticket: _Ticket) -> None:

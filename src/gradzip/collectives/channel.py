@@ -37,6 +37,7 @@ HEARTBEAT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
 _AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
+_TO_HEAR = 1.0  # seconds that others have to read that, where the store may end with this process
 
 _lock = threading.Lock()
 _channels: dict[tuple[object, ...], Channel] = {}
@@ -63,6 +64,7 @@ class Channel:
         self.users = 0
         self.error: BaseException | None = None
         self._failing = threading.Lock()
+        self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
         name = f"gradzip/{group.group_name}/{next(_serials[group.group_name])}"
         store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
         self._meet(store, "hello", timeout)
@@ -98,12 +100,15 @@ class Channel:
                 "device": self.device.type,  # messages are cut up otherwise on GPUs
             }
         )
+        began = time.monotonic()
         store.set(f"{where}/{self.rank}", own)
         for rank in range(self.world):
             try:
                 store.wait([f"{where}/{rank}"], timeout)
             except Exception as cause:
-                raise PeerError(f"rank {rank} did not attach within {timeout}: {cause}") from cause
+                late = time.monotonic() - began > 0.9 * timeout.total_seconds()
+                why = f"within {timeout}" if late else "as the store that all ranks meet at is gone, or rank 0 with it"
+                raise PeerError(f"rank {rank} did not attach {why}: {cause}") from cause
             theirs = store.get(f"{where}/{rank}").decode()
             if theirs != own:
                 raise PeerError(
@@ -185,6 +190,8 @@ class Channel:
 
     def _end(self, error: BaseException) -> None:
         self.abort()
+        if self._may_hold_store:
+            self.health.all_know(_TO_HEAR)
         self.pipeline.fail(error)
         self.gloo.close()
         self.health.stop()
@@ -206,7 +213,12 @@ class Channel:
         who = f"rank {rank}" if rank is not None else "a peer"
         text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
         if "imed out" in str(error):
-            text = f"{who} is alive but did not answer in time, see attach(timeout=): {_plain(error)}"
+            text = (
+                f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
+                f"where nothing is compressed: {_plain(error)}"
+            )
+        elif rank is None:
+            text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
         return self.fail(PeerError(text), about=rank)
 
     def _disagreement(self, agreement: Agreement) -> PeerError:

@@ -54,7 +54,8 @@ class Elsewhere:
             outcome = Outcome(bytes_sent=sent, bytes_out=out, collectives=1)
             try:
                 return future.value()[0]
-            except Exception as error:
+            except BaseException as error:
+                outcome.error = error  # whatever becomes of the explanation
                 outcome.error = self._channel.explained(Broken(None, error))
                 raise outcome.error from error
             finally:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from ..errors import PeerError
 
 _PERIOD = 0.5  # seconds between looks at the store; heartbeats follow at a tenth of the timeout
-_LAST_WORDS = "failed"
+_LAST_WORDS, _HEARD = "failed", "heard"
 _HOST_LOST = 3.0  # seconds of refused connections after which the store's host counts as dead
 
 
@@ -66,11 +66,9 @@ class Health:
         def leave() -> None:
             with contextlib.suppress(Exception), self._words:  # nobody is left to hear it
                 self._stores[1].compare_set(_LAST_WORDS, "", words)
+                self._stores[1].set(f"{_HEARD}/{self._rank}", "1")
 
-        thread = threading.Thread(target=leave, name="gradzip-words", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        thread.join(patience)
+        self._aside(leave, patience)
 
     def cause(self, patience: float) -> PeerError | None:
         """What a rank left word of, waiting that many seconds for it."""
@@ -87,17 +85,50 @@ class Health:
         """Each rank's text on the same matter, as far as it comes in time."""
         texts = dict.fromkeys(ranks, "(it did not say)")
         texts[self._rank] = text
-        # Who has read them all may leave, and the store with it.
-        with contextlib.suppress(Exception), self._words:
-            store = self._stores[1]
-            store.set(f"{key}/{self._rank}", text)
-            deadline = time.monotonic() + patience
-            for rank in ranks:
-                while not (found := store.check([f"{key}/{rank}"])) and time.monotonic() < deadline:
+        missing = [rank for rank in ranks if rank != self._rank]
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(Exception):  # who has read them all may leave, and the store with it
+            self._set(f"{key}/{self._rank}", text)
+            while missing and time.monotonic() < deadline:
+                for rank in list(missing):
+                    if (found := self._get(f"{key}/{rank}")) is not None:
+                        texts[rank] = found
+                        missing.remove(rank)
+                if missing:
                     time.sleep(0.02)
-                if found:
-                    texts[rank] = store.get(f"{key}/{rank}").decode()
         return [texts[rank] for rank in ranks]
+
+    def all_know(self, patience: float) -> None:
+        """Waits until the others have heard what went wrong, or for that many seconds.
+
+        For a rank whose process may hold the store: the words are gone when it ends.
+        """
+        deadline = time.monotonic() + patience
+
+        def wait() -> None:
+            unaware = [rank for rank in range(self._world) if rank != self._rank]
+            with contextlib.suppress(Exception):
+                while unaware and time.monotonic() < deadline:
+                    unaware = [rank for rank in unaware if self._get(f"{_HEARD}/{rank}") is None]
+                    if unaware:
+                        time.sleep(0.02)
+
+        self._aside(wait, patience)
+
+    def _aside(self, target: Callable[[], None], patience: float) -> None:
+        """Runs it in a thread of its own, as the store may be out of reach; returns after that many seconds at most."""
+        thread = threading.Thread(target=target, name="gradzip-words", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        thread.join(patience)
+
+    def _set(self, key: str, text: str) -> None:
+        with self._words:
+            self._stores[1].set(key, text)
+
+    def _get(self, key: str) -> str | None:
+        with self._words:
+            return self._stores[1].get(key).decode() if self._stores[1].check([key]) else None
 
     def _read_words(self, store: Store) -> PeerError | None:
         if not store.check([_LAST_WORDS]):
@@ -105,6 +136,7 @@ class Health:
         words = json.loads(store.get(_LAST_WORDS).decode() or "{}")
         if not words:
             return None
+        store.set(f"{_HEARD}/{self._rank}", "1")
         failed = words["about"] == words["by"]
         return PeerError(f"rank {words['about']} failed: {words['text']}" if failed else words["text"])
 
