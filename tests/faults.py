@@ -183,6 +183,8 @@ def _on_loopback(fault: str, settings: dict[str, str]) -> tuple[dict[int, dict[s
 
 
 def _rank_on_loopback(environment: dict[str, str], pipe: Connection) -> None:
+    from ranks import leave
+
     os.environ |= environment
 
     def say(words: dict[str, Any]) -> None:
@@ -192,6 +194,7 @@ def _rank_on_loopback(environment: dict[str, str], pipe: Connection) -> None:
                 pipe.recv()
 
     rank_main(say)
+    leave()
 
 
 def _print(words: dict[str, Any]) -> None:

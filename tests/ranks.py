@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import socket
@@ -69,6 +70,12 @@ def _enter(
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+    leave()
+
+
+def leave() -> None:
+    """Ends this process as any Python ends: one of a fork server's would be cut off, and what runs at exit with it."""
+    ctypes.pythonapi.Py_Exit(0)
 
 
 def free_port() -> int:
