@@ -162,7 +162,7 @@ def test_the_limit_limits() -> None:
     for _ in range(5):  # a receiver that had to wait for a processor finds at once what came meanwhile
         limited = emulate.run(["true"], hosts=2, rate="100mbit").rates
         assert limited is not None
-        if max(limited.one_flow, *limited.ring) < 115e6:
+        if limited.one_flow > 10e6 and max(limited.one_flow, *limited.ring) < 115e6:
             break
     assert max(limited.one_flow, *limited.ring) < 115e6
     assert 10e6 < limited.one_flow < free.one_flow / 3

@@ -31,9 +31,9 @@ def _rates(pairs: Sequence[tuple[Host, Host]]) -> list[float]:
     connections = [_connect(*pair) for pair in pairs]
     start = time.monotonic() + _WARM_UP
     with ThreadPoolExecutor(2 * len(pairs)) as threads:
-        received = [threads.submit(_receive, receiver, start, start + _WINDOW) for _, receiver in connections]
+        received = [threads.submit(_receive, receiver, start) for _, receiver in connections]
         for sender, _ in connections:
-            threads.submit(_send, sender, start + _WINDOW)
+            threads.submit(_send, sender, start + _PATIENCE)
     return [rate.result() for rate in received]
 
 
@@ -58,13 +58,13 @@ def _send(sender: socket.socket, end: float) -> None:
             pass
 
 
-def _receive(receiver: socket.socket, start: float, end: float) -> float:
-    """Bits per second of what arrives between two moments."""
+def _receive(receiver: socket.socket, start: float) -> float:
+    """Bits per second of what arrives in a window that begins then, or when this thread gets to run after it."""
     chunk = bytearray(_CHUNK)
     began, size, now = None, 0, start
     with receiver:
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_AT_ONCE)
-        while now < end:
+        while began is None or now < began + _WINDOW:
             try:
                 arrived = receiver.recv_into(chunk)
             except OSError:  # nothing for so long: the rate is what came before
