@@ -16,7 +16,7 @@ from training import same, start
 from gradzip import Context, Fixed, GradzipWarning, Option, Policy, Rules
 from gradzip.codecs import register
 from gradzip.codecs.baseline import Identity
-from gradzip.collectives import channel
+from gradzip.collectives import channel, coder
 
 FAILURES = {  # what rank 0 and rank 1 keep as the error, and what both are told
     "codecs differ": ("PeerError", "PeerError", ["Rank 0: plain averaging", "Rank 1: topk:ratio=0.05"]),
@@ -118,24 +118,36 @@ def test_every_rank_learns_the_cause(failures: list[dict[str, dict[str, str]]], 
             assert word in said["again"], "a further backward did not say it"
 
 
-def with_the_store(rank: int, port: int) -> str:
+def with_the_store(rank: int, port: int, where: str) -> str:
     """Rank 0 fails and is gone at once, and with it the store, before rank 1 has exchanged anything."""
+    dist.barrier()  # all have connected
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=TIMEOUT)
     policy = Broken(1000)
-    run = start(policy)
+    run = start(policy if where == "policy" else "gcomp:mode=lossless")
     if rank == 0:
-        policy.works = 0
         channel._TO_HEAR = TIMEOUT.total_seconds()  # where much else runs, a heart may beat late
+        policy.works = 0
+        if where == "codec":
+            coder.TensorCoder.encode = divide_by_zero  # type: ignore[method-assign]
     else:
         time.sleep(0.4)
     with pytest.raises((RuntimeError, ZeroDivisionError)) as raised:
         run.train(0, 3)
+    if rank == 0:
+        assert run.handle is not None
+        assert run.handle._channel.health._get("heard/1"), "it did not wait until rank 1 knew"
     return str(raised.value)
 
 
-def test_the_cause_is_known_when_the_store_is_gone() -> None:
-    assert all("the policy divides by zero" in said for said in run_ranks(2, with_the_store, free_port()))
+def divide_by_zero(*_: Any) -> Any:
+    raise ZeroDivisionError("the codec divides by zero")
+
+
+@pytest.mark.parametrize("where", ["policy", "codec"])
+def test_the_cause_is_known_when_the_store_is_gone(where: str) -> None:
+    said = run_ranks(2, with_the_store, free_port(), where)
+    assert all(f"the {where} divides by zero" in words for words in said)
 
 
 def other_settings(rank: int) -> dict[str, Any]:

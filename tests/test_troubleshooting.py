@@ -157,6 +157,19 @@ def silent(rank: int) -> None:
         raise loop.handle._channel.error or AssertionError("nobody noticed")
 
 
+def late(rank: int) -> None:
+    """Rank 1 does something else for longer than a message may take."""
+    loop = Loop("topk", timeout=timedelta(seconds=6))
+    if rank == 1:
+        dist.barrier()
+        loop.step()
+    else:
+        try:
+            loop.step()
+        finally:
+            dist.barrier()
+
+
 def disagreeing(rank: int) -> None:
     Loop(Fixed("identity" if rank == 0 else "topk")).step()
 
@@ -247,6 +260,7 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
     "Replicas no longer agree": flipped,
     "closed its connections": gone,
     "it is dead, stopped": silent,
+    "did not answer in time": late,
     "did not attach within": absent,
 }
 

@@ -64,6 +64,7 @@ class Channel:
         self.users = 0
         self.error: BaseException | None = None
         self._failing = threading.Lock()
+        self._told = threading.Event()  # the others have had time to hear of the error
         self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
         name = f"gradzip/{group.group_name}/{next(_serials[group.group_name])}"
         store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
@@ -100,9 +101,9 @@ class Channel:
                 "device": self.device.type,  # messages are cut up otherwise on GPUs
             }
         )
-        began = time.monotonic()
         store.set(f"{where}/{self.rank}", own)
         for rank in range(self.world):
+            began = time.monotonic()
             try:
                 store.wait([f"{where}/{rank}"], timeout)
             except Exception as cause:
@@ -158,9 +159,10 @@ class Channel:
     def fail(self, error: BaseException, about: int | None = None) -> BaseException:
         """Ends the channel on all ranks, telling them why; returns the first error."""
         with self._failing:
-            if self.error is not None:
-                return self.error
-            self.error = error
+            first, self.error = self.error, self.error or error
+        if first is not None:
+            self.wait_told()
+            return first
         _forget(self)
         text = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
         # What several ranks know is nobody's fault in particular.
@@ -192,9 +194,15 @@ class Channel:
         self.abort()
         if self._may_hold_store:
             self.health.all_know(_TO_HEAR)
+        self._told.set()
         self.pipeline.fail(error)
         self.gloo.close()
         self.health.stop()
+
+    def wait_told(self) -> None:
+        """Before an error is raised: this process may end then, and with it the store that says why."""
+        if self.error is not None:
+            self._told.wait(_LAST_WORDS + 2 * _TO_HEAR)
 
     def explained(self, error: BaseException) -> BaseException:
         """What is to be raised for an error that a job met.
@@ -203,21 +211,29 @@ class Channel:
         """
         if not isinstance(error, Broken):
             return self.fail(error)
-        known = self.error or self.health.cause(_LAST_WORDS)
+        timed_out = "imed out" in str(error)
+        rank, known = error.rank, self.error
+        for patience in (_LAST_WORDS, 0.0):  # who is seen to be gone only then may have left word meanwhile
+            if known is None and rank is None and not timed_out:
+                rank = self.gloo.first_lost()
+            known = known or self.health.cause(patience)
         if self.error is not None:
+            self.wait_told()
             return self.error
         if isinstance(known, PeerError):
             self._lost(known)
             return self.error or known
-        rank = error.rank if error.rank is not None else self.gloo.first_lost()
         who = f"rank {rank}" if rank is not None else "a peer"
-        text = f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
-        if "imed out" in str(error):
+        if timed_out:
             text = (
                 f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
                 f"where nothing is compressed: {_plain(error)}"
             )
-        elif rank is None:
+        elif rank is not None:
+            text = (
+                f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
+            )
+        else:
             text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
         return self.fail(PeerError(text), about=rank)
 

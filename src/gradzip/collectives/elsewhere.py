@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ..errors import PeerError
 from .channel import Channel
 from .gloo import Broken
 from .message import Outcome
@@ -23,6 +24,7 @@ from .terms import Steps
 _AT_EXIT = 6.0  # seconds that peers have to come to their end, and with it to that of what is under way to them
 _changed = threading.Condition()
 _under_way = 0
+_leaving = False  # there is no time for explanations
 
 
 class Elsewhere:
@@ -56,8 +58,10 @@ class Elsewhere:
                 return future.value()[0]
             except BaseException as error:
                 outcome.error = error  # whatever becomes of the explanation
+                if _leaving or not isinstance(error, Exception):
+                    raise
                 outcome.error = self._channel.explained(Broken(None, error))
-                raise outcome.error from error
+                raise PeerError(str(outcome.error)) from error
             finally:
                 done(outcome)
                 _count(-1)
@@ -87,6 +91,8 @@ def _count(more: int) -> None:
 @atexit.register
 def _wait_for_the_end() -> None:
     """A sum that fails calls back: once Python has shut down, that would take the process down."""
+    global _leaving
+    _leaving = True
     with _changed:
         if _under_way <= 0:
             return

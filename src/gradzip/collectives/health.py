@@ -118,9 +118,10 @@ class Health:
     def _aside(self, target: Callable[[], None], patience: float) -> None:
         """Runs it in a thread of its own, as the store may be out of reach; returns after that many seconds at most."""
         thread = threading.Thread(target=target, name="gradzip-words", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        thread.join(patience)
+        with contextlib.suppress(RuntimeError):  # Python is about to end, and starts no more threads
+            thread.start()
+            self._threads.append(thread)
+            thread.join(patience)
 
     def _set(self, key: str, text: str) -> None:
         with self._words:
@@ -136,7 +137,8 @@ class Health:
         words = json.loads(store.get(_LAST_WORDS).decode() or "{}")
         if not words:
             return None
-        store.set(f"{_HEARD}/{self._rank}", "1")
+        with contextlib.suppress(Exception):  # who left them may be gone by now, and the store with it
+            store.set(f"{_HEARD}/{self._rank}", "1")
         failed = words["about"] == words["by"]
         return PeerError(f"rank {words['about']} failed: {words['text']}" if failed else words["text"])
 

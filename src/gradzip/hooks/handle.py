@@ -397,6 +397,7 @@ class Handle:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         self.error = self.error or self._channel.error
         if self.error is not None:
+            self._channel.wait_told()
             raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
         try:
             if bucket.index() == 0 or self._backward is None:
