@@ -159,7 +159,11 @@ def silent(rank: int) -> None:
 
 def late(rank: int) -> None:
     """Rank 1 does something else for longer than a message may take."""
-    loop = Loop("topk", timeout=timedelta(seconds=6))
+    step_in_turn(Loop("topk", timeout=timedelta(seconds=6)), rank)
+
+
+def step_in_turn(loop: Loop, rank: int) -> None:
+    """What rank 1 has to say itself comes after rank 0 has noticed."""
     if rank == 1:
         dist.barrier()
         loop.step()
@@ -188,13 +192,7 @@ def gone(rank: int) -> None:
         loop.step()
     if rank == 1:
         loop.handle._channel.gloo.abort()
-        dist.barrier()  # what it has to say itself comes after rank 0 has noticed
-        loop.step()
-    else:
-        try:
-            loop.step()
-        finally:
-            dist.barrier()
+    step_in_turn(loop, rank)
 
 
 def flipped(rank: int) -> None:
