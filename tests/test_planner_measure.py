@@ -154,6 +154,16 @@ def test_codecs_are_timed_through_the_runtime(text: str) -> None:
     assert all(torch.equal(g, before) for (_, _, g), before in zip(gradients, kept)), "gradients are left alone"
 
 
+def test_values_cost_something_whatever_frames_seem_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured while the machine did other things makes each frame dearer than a whole message."""
+    monkeypatch.setattr(coding.Stand, "stages", lambda self, tensors, contexts: [1e-4 * len(tensors) ** 2] * 3)
+    for text in ("cast", "topk"):
+        stand = coding.Stand(parse(text), "cpu", torch.device("cpu"), 4)
+        for curve in coding._curves(stand, "x", torch.randn(8192), None):
+            assert all(seconds > 0 for _, seconds in curve.points)
+            assert curve.line.at(1e6) > 0
+
+
 def test_the_mirror_gives_back_what_it_is_sent() -> None:
     stand = coding.Stand(parse("gcomp:mode=lossless"), "cpu", torch.device("cpu"), 4)
     values = torch.randn(1000).repeat(4)

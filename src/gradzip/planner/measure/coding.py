@@ -40,6 +40,7 @@ SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from
 MOST = max(SIZES_ON_GPU)
 MANY, SMALL = 16, 1 << 10  # tensors of a chunk that has many, and the values of each that a rank gets
 ROUNDS, ROUNDS_ON_GPU = 3, 9  # a GPU that ranks share lets one of them wait now and then
+_FRAMES_AT_MOST = 0.9  # of a message's time is that of frames: noise must not make values cost nothing
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
 Gradient = tuple[str, torch.Tensor, torch.Tensor]  # name, parameter, gradient
@@ -233,7 +234,8 @@ def _curves(stand: Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Cu
         points = [(float(size * world * flat.element_size()), seconds) for size, seconds in zip(sizes, times)]
         together = Curve(tuple(points)).line.at(MANY * small * world * flat.element_size())
         frame_s = max(0.0, many[number] - together) / (frames * (MANY - 1))
-        curves.append(Curve(tuple((size, max(0.0, t - frames * frame_s)) for size, t in points), frame_s))
+        frame_s = min(frame_s, _FRAMES_AT_MOST * min(times) / frames)
+        curves.append(Curve(tuple((size, t - frames * frame_s) for size, t in points), frame_s))
     return curves[0], curves[1]
 
 
