@@ -1,7 +1,7 @@
 """Plain averaging as DDP does it by itself: on the model's own process group, in the order of buckets.
 
 No thread or connection of gradzip's has a part in it; the channel only compares, once a step, that all ranks do so, and
-counts what is sent. It also finds out why, where torch's sum fails.
+counts what is sent. It also finds out why, where a sum over Gloo fails; NCCL's do not say that they did.
 """
 
 from __future__ import annotations
