@@ -111,11 +111,10 @@ took turns; *hook* is what gradzip's hook takes of backward, on the host.
 """
 
 ALONE_HEAD = """
-The same where the rank codes as it would among others (`--alone`), so that only the wire is missing; on another,
-slower machine:
+The same where the rank codes as it would among others (`--alone`), so that only the wire is missing:
 
-| policy | forward | backward | optimizer | added to the step | hook |
-|---|---|---|---|---|---|
+| policy | texts x words | forward | backward | optimizer | added to the step | hook |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -189,7 +188,9 @@ def cost_table() -> str:
     fields = ("forward_ms", "backward_ms", "optimizer_ms", "added_ms", "hook_ms")
     lines: dict[str, list[str]] = {"0": [], "1": []}  # by whether it codes
     for r in read("hook_cost.csv"):
-        lines[r["alone"]].append(f"| `{r['policy']}` | " + " | ".join(f"{float(r[n]):.1f}" for n in fields) + " |")
+        batch = f"{r['batch']} x {r['length']} | " if r["alone"] == "1" else ""
+        times = " | ".join(f"{float(r[n]):.1f}" for n in fields)
+        lines[r["alone"]].append(f"| `{r['policy']}` | {batch}{times} |")
     tables = COST_HEAD + "\n".join(lines["0"]) + "\n"
     return tables + ALONE_HEAD + "\n".join(lines["1"]) + "\n" if lines["1"] else tables
 
