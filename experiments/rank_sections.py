@@ -9,6 +9,10 @@ NO_HANDLE = {"plain": "1", "torch bf16": "2"}  # ratios of what is not gradzip's
 ORDER = ("plain", "torch", "gcomp", "gcomp:own=near", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
 PARTS = (0.25, 0.5, 1.0)  # of the time that a language model has
 
+# Bytes of float32 gradients, and what TCP left of a link: `gradzip emulate` measured it in a ring of hosts, before.
+GRADIENT = {"gpt2-enwik8": 495_399_936, "gcomp-cifar": 44_695_848, "gcomp-sst2-adamw": 90_263_048}
+LINKS = {"10 Gbit/s": 9.55e9, "1 Gbit/s": 0.945e9}
+
 # GComp's Figure 10, per cent of the time without compression: by its text, and by its bars where the text has none.
 PAPER = {
     "ResNet-50": {"GComp": "61.6 (bars: 72)", "zstd": "121", "zlib": "234"},
@@ -36,6 +40,21 @@ def _ratio(row: Row) -> str:
     return NO_HANDLE.get(row["policy"]) or f"{float(row['ratio']):.2f}"
 
 
+def _sent(row: Row) -> tuple[float, float] | None:
+    """Megabytes that a rank sends in a step, and the milliseconds that the link needs for them."""
+    whole, bits_per_s = GRADIENT.get(row.get("task", "")), LINKS.get(row["network"])
+    if whole is None or bits_per_s is None or row.get("limit"):
+        return None
+    ranks = int(row["ranks"])
+    sent = 2 * (ranks - 1) / ranks * whole / float(NO_HANDLE.get(row["policy"]) or row["ratio"])
+    return sent / 1e6, 8e3 * sent / bits_per_s
+
+
+def _link_cells(row: Row) -> list[str]:
+    found = _sent(row)
+    return ["", ""] if found is None else [f"{found[0]:.{1 if found[0] < 100 else 0}f}", f"{found[1]:.0f}"]
+
+
 def real_ranks(read: Results) -> str:
     parts = [
         "## GComp: time to accuracy",
@@ -43,11 +62,12 @@ def real_ranks(read: Results) -> str:
         "--gpu-share`); plain training and torch's BF16 hook by NCCL, gradzip's payloads by Gloo. Evaluation stops the "
         f"clock. The goal is {GOALS['gcomp-cifar']:.0f} % of the test pictures on CIFAR-10 and "
         f"{GOALS['gcomp-sst2-adamw']:.0f} % of the dev sentences on SST-2, looked at every 32 and 15 steps. *Ratio*: "
-        "bytes without compression over bytes sent. One seed.",
+        "bytes without compression over bytes sent; *MB sent* by a rank in a step, and the ms that the link needs for "
+        f"them ({LINKS['10 Gbit/s'] / 1e9:g} Gbit/s, as measured before). One seed.",
     ]
     rows = read("gcomp/times.csv")
-    head = ["policy", "ms per step", "ratio", "seconds to the goal", "times as fast as plain", "accuracy in the end"]
-    head += ["seconds in all", "replicas that differ"]
+    head = ["policy", "ms per step", "ratio", "MB sent", "ms for them", "seconds to the goal", "times as fast as plain"]
+    head += ["accuracy in the end", "seconds in all", "replicas that differ"]
     for task in GOALS:
         own = of(rows, task=task)
         if not own:
@@ -58,7 +78,7 @@ def real_ranks(read: Results) -> str:
         for row in own:
             at = reached(row)
             lines.append([
-                f"`{row['policy']}`", f"{float(row['median_ms']):.0f}", _ratio(row),
+                f"`{row['policy']}`", f"{float(row['median_ms']):.1f}", _ratio(row), *_link_cells(row),
                 "never" if at is None else f"{at:.1f}", "" if at is None or base is None else f"{base / at:.2f}",
                 f"{float(row['value']):.2f}", f"{float(row['seconds']):.1f}", row["replicas_differing"],
             ])  # fmt: skip
@@ -115,7 +135,23 @@ def gpt(read: Results) -> str:
         beside = max(int(row["beside"]) for row in own)
         said = f" {beside + 1} clusters ran side by side." if beside else ""
         parts.append(f"### {network}\n\n{own[0]['device']}.{said}\n\n{table(head, lines)}")
+        parts += _beside_the_link(network, own)
     return "\n\n".join(parts if rows else [*parts, NOT_RUN])
+
+
+def _beside_the_link(network: str, rows: list[Row]) -> list[str]:
+    """What steps take beside what their bytes need."""
+    lines = [
+        [f"`{row['policy']}`", *_link_cells(row), f"{float(row['median_ms']):.0f}",
+         f"{float(row['median_ms']) - found[1]:.0f}"]
+        for row in rows
+        if (found := _sent(row)) is not None
+    ]  # fmt: skip
+    if not lines:
+        return []
+    said = f"Megabytes that a rank sends in a step, and what the link ({LINKS[network] / 1e9:g} Gbit/s, as measured"
+    head = ["policy", "MB sent", "ms for them", "ms per step", "more, ms"]
+    return [f"{said} before) needs for them:", table(head, lines)]
 
 
 def _loss_at(row: Row, moment: float) -> str:
