@@ -8,6 +8,9 @@ GOALS = {"gcomp-cifar": 65.0, "gcomp-sst2-adamw": 86.0}  # per cent of the test 
 NO_HANDLE = {"plain": "1", "torch bf16": "2"}  # ratios of what is not gradzip's
 ORDER = ("plain", "torch", "gcomp", "gcomp:own=near", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
 PARTS = (0.25, 0.5, 1.0)  # of the time that a language model has
+RANKS = "GPU, real ranks"  # in gpt/drift.csv
+DRIFT = (4, 8, 12, 16, 20, 22, 24, 28, 32)  # steps that the page shows of it
+SMALL = (20, 28, 34, 36, 37, 38, 39)  # the same of the small GPT
 
 # Bytes of float32 gradients, and what TCP left of a link: `gradzip emulate` measured it in a ring of hosts, before.
 GRADIENT = {"gpt2-enwik8": 495_399_936, "gcomp-cifar": 44_695_848, "gcomp-sst2-adamw": 90_263_048}
@@ -136,6 +139,7 @@ def gpt(read: Results) -> str:
         said = f" {beside + 1} clusters ran side by side." if beside else ""
         parts.append(f"### {network}\n\n{own[0]['device']}.{said}\n\n{table(head, lines)}")
         parts += _beside_the_link(network, own)
+    parts += _drift(read("gpt/drift.csv"), of(rows, network="10 Gbit/s"))
     return "\n\n".join(parts if rows else [*parts, NOT_RUN])
 
 
@@ -152,6 +156,74 @@ def _beside_the_link(network: str, rows: list[Row]) -> list[str]:
     said = f"Megabytes that a rank sends in a step, and what the link ({LINKS[network] / 1e9:g} Gbit/s, as measured"
     head = ["policy", "MB sent", "ms for them", "ms per step", "more, ms"]
     return [f"{said} before) needs for them:", table(head, lines)]
+
+
+def _drift(rows: list[Row], timed: list[Row]) -> list[str]:
+    """Losses less those of plain training, step for step, and what was counted on the way."""
+    own = of(rows, where=RANKS)
+    if not own:
+        return []
+    plain = _by_step(next(iter(of(timed, policy="plain")), None))
+    plain |= {int(row["step"]): float(row["loss"]) for row in of(own, policy="plain") if row["loss"]}
+    found = dict[str, dict[int, float]]()
+    for row in timed:
+        curve = _by_step(row)
+        found[row["policy"]] = {step: curve[step] - plain[step] for step in curve if step in plain}
+    found = {policy: curve for policy, curve in found.items() if curve} | _to_plain(own)
+    order = sorted((policy for policy in found if policy != "plain"), key=_place)
+    lines = [[str(step), *(_difference(found[policy], step, 4) for policy in order)] for step in DRIFT]
+    parts = [
+        "### Step for step",
+        "Training loss less plain training's at the same step, the first being 0; real ranks, "
+        f"{own[0]['device']}. From `gpt/drift.csv`, and from the runs at 10 Gbit/s where plain's loss is known, to "
+        "0.0001. `plain, again` is the same run once more.",
+        table(["step", *(f"`{policy}`" for policy in order)], lines),
+        _counted(rows),
+    ]
+    curves = {where: _to_plain(of(rows, where=where)) for where in ("CPU, float32", "CPU, autocast")}
+    order = sorted(dict.fromkeys(what for here in curves.values() for what in here if what != "plain"), key=_place)
+    if order:
+        parts += [
+            "The same of a GPT of 2 blocks and 16,384 words, four simulated workers on a CPU. `nudged`: plain training "
+            "that starts with each parameter one float32 number higher or lower, by chance.",
+            table(
+                ["", "step", *(f"`{policy}`" for policy in order)],
+                [
+                    [where, str(step), *(_difference(here.get(policy, {}), step, 5) for policy in order)]
+                    for where, here in curves.items()
+                    for step in SMALL
+                ],
+            ),
+        ]
+    return parts
+
+
+def _to_plain(rows: list[Row]) -> dict[str, dict[int, float]]:
+    found = dict[str, dict[int, float]]()
+    for row in rows:
+        found.setdefault(row["policy"], {})[int(row["step"])] = float(row["to_plain"])
+    return found
+
+
+def _difference(curve: dict[int, float], step: int, digits: int) -> str:
+    return f"{round(curve[step], digits) + 0.0:+.{digits}f}" if step in curve else "–"  # + 0.0: no -0.0
+
+
+def _by_step(row: Row | None) -> dict[int, float]:
+    """The losses of a run whose curve has a point for each step."""
+    points = row["losses"].split() if row is not None else []
+    return {i: float(point.split(":")[1]) for i, point in enumerate(points) if row and len(points) == int(row["steps"])}
+
+
+def _counted(rows: list[Row]) -> str:
+    """How often near mode's promise was broken."""
+    lines = []
+    for where in dict.fromkeys(row["where"] for row in rows if row["checked"]):
+        own = [row for row in of(rows, where=where) if row["checked"]]
+        checked, off, zeroed = (sum(int(row[key]) for row in own) for key in ("checked", "further_off", "zeroed"))
+        lines.append([where, str(len(own)), f"{checked:,}", str(off), f"{zeroed:,}"])
+    said = "Near mode's means beside exact ones (its promise: within 2^floor of the grid, and float32's own rounding):"
+    return f"{said}\n\n{table(['', 'steps', 'values', 'further off than promised', 'became zero'], lines)}"
 
 
 def _loss_at(row: Row, moment: float) -> str:
