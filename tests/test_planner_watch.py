@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,53 @@ def test_a_rank_that_comes_late_is_not_taken_for_a_slow_network() -> None:
         *(("code", 1), ("coded", 1), ("start", 1)),
         *(("code", 2), ("coded", 2)),
     ]
+
+
+class Agreeing(LatePeer):
+    """Agrees at once, and keeps the numbers that it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = list[int]()
+
+    def send_row(self, row: torch.Tensor, to: Any, of: Any, tag: int) -> Rows:
+        self.asked.append(tag)
+        rows = Rows()
+        rows.received[1] = row
+        return rows
+
+
+def test_ranks_compare_in_the_order_of_submission() -> None:
+    """Also where a job that is done elsewhere does not wait for those that are coded: ranks would wait crosswise."""
+    peer, coding, ended = Agreeing(), threading.Event(), list[int]()
+
+    def run() -> Steps:
+        assert coding.wait(LONG)
+        yield Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], 0)
+
+    def nothing() -> Steps:
+        yield from ()
+
+    def fails(error: Any) -> Any:
+        raise AssertionError(error)
+
+    members = {"flat": Members(0, (0, 1))}
+    pipeline = Pipeline(peer, members, Buffers(), fails, fails, torch.device("cpu"))  # type: ignore[arg-type]
+    jobs = [
+        Job(Agreement(str(number)), steps(), lambda job, error: ended.append(job.number))
+        for number, steps in enumerate((run, run, nothing, run, nothing))
+    ]
+    for number, job in enumerate(jobs):
+        pipeline.submit(job, elsewhere=number == 2)
+    deadline = time.monotonic() + LONG
+    while len(peer.asked) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert peer.asked == [0, 1, 2], "what comes before it, and nothing that comes after"
+    coding.set()
+    pipeline.end(jobs[2])
+    pipeline.drain(LONG)
+    assert pipeline.stop(LONG)
+    assert (peer.asked, sorted(ended)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
 
 
 def _plan(model: DistributedDataParallel) -> Plan:

@@ -77,6 +77,9 @@ class Bytes:
                     values = blob.data[24 : 24 + 4 * piece.numel].clone().view(torch.float32)
                 out.add_(values) if add or number else out.copy_(values)
 
+    def lands(self, how: How) -> bool:
+        return False
+
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         total = values[0].clone()
         self.decode([leaf], [[blob]], how, [[total]], add=True)

@@ -60,8 +60,8 @@ class Ranks:
     Every other gradient, on each rank others, is one of BF16 arithmetic: with `own=auto` frames of both kinds meet.
     """
 
-    def __init__(self, codec: str, scale: float, sizes: tuple[int, ...]) -> None:
-        self.codec, self.scale, self.sizes = parse(codec), scale, sizes
+    def __init__(self, codec: str, scale: float, sizes: tuple[int, ...], device: str = "cpu") -> None:
+        self.codec, self.scale, self.sizes, self.device = parse(codec), scale, sizes, torch.device(device)
         self.memories = [Memory(rank) for rank in range(WORLD)]
         for memory in self.memories:
             memory.forms = {str(i): self.codec.error_memory for i in range(len(sizes))}
@@ -74,7 +74,7 @@ class Ranks:
     def mean(self, route: Route, step: int, apart: bool = False) -> list[list[torch.Tensor]]:
         """What all ranks end with; `apart`: each tensor in a message of its own."""
         numbers = range(len(self.sizes))
-        results = [[self.own(rank, i, step) for i in numbers] for rank in range(WORLD)]
+        results = [[self.own(rank, i, step).to(self.device) for i in numbers] for rank in range(WORLD)]
         for message in [[i] for i in numbers] if apart else [list(numbers)]:
             self._exchange([[of_rank[i] for i in message] for of_rank in results], message, route, step)
         for memory in self.memories:
@@ -89,7 +89,8 @@ class Ranks:
                 Context(str(i), step, rank=rank, world=WORLD, scale=self.scale, floor=self.floor(x, i))
                 for i, x in zip(numbers, tensors)
             ]
-            coder = TensorCoder(self.codec, tensors, contexts, memory, Buffers(), self.scale, WORLD)
+            buffers = Buffers(pinned=self.device.type == "cuda")
+            coder = TensorCoder(self.codec, tensors, contexts, memory, buffers, self.scale, WORLD)
             coder.prepare()
             runs.append((rank, coder))
         for layout in chunks(sizes, WORLD, True, part=sum(self.sizes) // 9):
@@ -102,7 +103,7 @@ class Ranks:
     def floor(self, x: torch.Tensor, number: int) -> Floor | torch.Tensor | None:
         assert isinstance(self.codec, GComp)
         if self.codec.mode == "near":
-            return floor_for(x, seed=number, depth=12 if self.codec.ulps == 1 else 3)
+            return floor_for(x, seed=number, depth=12 if self.codec.ulps == 1 else 3).to(self.device)
         return torch.full((x.numel(),), -6, dtype=torch.int8) if self.codec.mode == "paper" else None
 
 
@@ -116,6 +117,8 @@ def drive(ranks: list[Steps]) -> None:
                 wanted.append(steps.send(parts))
             except StopIteration:
                 continue
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what is to be sent may still be on its way
         if not wanted:
             return
         assert len(wanted) == len(ranks)
@@ -124,6 +127,10 @@ def drive(ranks: list[Steps]) -> None:
             received = [[copied(each.send[0])] for each in wanted]  # type: ignore[union-attr]
             continue
         received = [[copied(sender.send[i]) for sender in wanted] for i in range(len(ranks))]  # type: ignore[union-attr]
+        for rank, (each, parts) in enumerate(zip(wanted, received)):
+            for other, part in enumerate(parts):
+                if each.landing is not None and part is not None and other not in (rank, 0):  # type: ignore[union-attr]
+                    each.landing(other, part)  # type: ignore[union-attr]  # as the pipeline does, but for one of them
 
 
 def copied(part: torch.Tensor | None) -> torch.Tensor | None:
@@ -154,6 +161,21 @@ def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str
     for ours, theirs in zip(kept, left):
         assert ours.keys() == theirs.keys()
         assert all(same_bits(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["gcomp", "gcomp:book=shared", "gcomp:own=lossless", "gcomp:mode=lossless"])
+def test_exchanges_on_a_gpu(codec: str) -> None:
+    """With `own=auto` frames of both kinds meet. Means may differ in their last bit: a GPU divides in another way."""
+    here, there = (Ranks(codec, 1.0, (300_000, *SIZES), device) for device in ("cpu", "cuda"))
+    for step in range(STEPS):
+        expected, found = here.mean(NAMED["alltoall"], step), there.mean(NAMED["alltoall"].on("gpu"), step)
+        for of_rank in found:
+            assert all(same_bits(a, b) for a, b in zip(of_rank, found[0], strict=True))
+        for ours, theirs in zip(found[0], expected[0], strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=3e-7, atol=0)
+    kept = {v for m in there.memories for key, v in m.state_dict().items() if key.endswith("own_lossless")}
+    assert kept == ({0, 1} if codec in ("gcomp", "gcomp:book=shared") else kept)
 
 
 @pytest.mark.parametrize("route", ["alltoall", "allgather"])

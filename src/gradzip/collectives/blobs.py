@@ -104,13 +104,12 @@ def _damaged(source: int, why: str) -> PeerError:
     return PeerError(f"rank {source} sent a damaged message: {why}")
 
 
-def unpack_all(
-    received: Sequence[torch.Tensor | None], ranks: Sequence[int], rank: int, own: list[list[Blob]]
-) -> list[list[Blob]]:
-    """The contributions of all ranks that sent some; `own` are those of this one, which is number `rank` of them."""
-    others = [None if i == rank else part for i, part in enumerate(received)]
-    members = [own if i == rank else message for i, message in enumerate(unpack_each(others, ranks))]
-    return [contribution for member in members for contribution in member]
+def on_device(contributions: list[list[Blob]], device: torch.device) -> list[list[Blob]]:
+    """The same blobs there, of which the host keeps a view. The copies end with the stream."""
+    return [
+        [blob._replace(data=blob.data.to(device, non_blocking=True), head=blob.data.numpy().data) for blob in blobs]
+        for blobs in contributions
+    ]
 
 
 class Writer:

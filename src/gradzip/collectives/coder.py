@@ -30,7 +30,7 @@ from .flat import flatten, unflatten
 from .layout import Layout, Piece
 from .sent import Sent, take_out
 from .terms import How
-from .together import ENTRY, Damage, Leaf, Sum, Together, coding_together
+from .together import ENTRY, Damage, Leaf, OnGpu, Sum, Together, coding_together
 
 
 def cuttable(codec: Codec) -> bool:
@@ -204,6 +204,9 @@ class TensorCoder:
             if blob.source is None or blob.source == self.contexts[0].rank:
                 raise type(error)(f"{name!r}: {error}") from error
             raise PeerError(f"rank {blob.source} sent {name!r} damaged: {type(error).__name__}: {error}") from error
+
+    def lands(self, how: How) -> bool:
+        return isinstance(self._together, OnGpu) and self._device(how) == self.home
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         try:

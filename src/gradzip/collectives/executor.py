@@ -11,17 +11,17 @@ coded, like by all others: replicas stay bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
 from ..codecs.base import wide
 from ..routes import Route, Step
 from ..spans import span
-from .blobs import HEAD_ROOM, pack, unpack, unpack_all, unpack_each
+from .blobs import HEAD_ROOM, Blob, on_device, pack, unpack, unpack_each
 from .held import Coded, Held, Split, as_bytes, coded_of, describe, present, understand
 from .layout import Layout, deal, joined, numel, subviews, views
-from .terms import Coder, Exchange, How, Members, Steps
+from .terms import Coder, Exchange, How, Members, Parts, Steps
 
 _SOME_WAIT = ("red", "gat", "bc")  # steps at which some ranks have nothing to do, and may skip others with it
 EXCHANGES_PER_STEP = 256  # at the most: those of a ring
@@ -48,6 +48,7 @@ class Executor:
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
         self._crossing = crossing
         self._held = Held(layout)
+        self._decodes = False  # right after the step that is under way
 
     def steps(self) -> Steps:
         held, steps = self._held, self._route.steps
@@ -63,6 +64,7 @@ class Executor:
             elif step.kind == "dec":
                 self._decode(step.where, last=not rest)
             elif step.kind != "ring":
+                self._decodes = bool(rest) and rest[0].kind == "dec"
                 yield from self._communicate(step, joins)
         assert held.values is not None and not held.splits
         self._settle()
@@ -186,6 +188,22 @@ class Executor:
             for leaf in leaves:
                 self._coder.goes_plainly(leaf)
 
+    def _contributions(
+        self, where: str, send: Sequence[torch.Tensor | None], most: Sequence[int | None], coded: Coded
+    ) -> Generator[Exchange, Parts, list[list[list[Blob]]]]:
+        """An exchange of coded data: what each member sent, unpacked; nothing for this rank itself."""
+        group, landed = self._groups[where], dict[int, list[list[Blob]]]()
+        wanted = self._exchange(where, send, most)
+        if self._decodes and self._coder.lands(coded.how) and not wanted.carried:
+
+            def land(rank: int, part: torch.Tensor) -> None:
+                landed[rank] = on_device(unpack(part, rank), self._coder.home)
+
+            wanted.landing = land
+        received = yield wanted
+        rest = [None if i == group.rank or rank in landed else received[i] for i, rank in enumerate(group.ranks)]
+        return [landed.get(rank, found) for rank, found in zip(group.ranks, unpack_each(rest, group.ranks))]
+
     def _exchange(self, where: str, send: Sequence[torch.Tensor | None], most: Sequence[int | None] | None) -> Exchange:
         self._held.exchange += 1
         if self._crossing is not None:
@@ -218,9 +236,9 @@ class Executor:
             leaves = coded.leaves[group.rank * width : (group.rank + 1) * width]
             most = [self._most(coded, leaves)] * group.size
             send = [None if i == group.rank else pack(lists) for i, lists in enumerate(deals)]
-            received = yield self._exchange(where, send, most)
-            arrived = unpack_all(received, group.ranks, group.rank, deals[group.rank])
-            held.coded = Coded(leaves, arrived, coded.how)
+            members = yield from self._contributions(where, send, most, coded)
+            members[group.rank] = deals[group.rank]
+            held.coded = Coded(leaves, _all_of(members), coded.how)
         held.layout = stretches[group.rank]
 
     def _collect(self, where: str, group: Members) -> Steps:
@@ -239,19 +257,17 @@ class Executor:
         first = group.rank == 0
         most = self._most(coded, coded.leaves) if first else None
         sent = None if first else pack(coded.contributions)
-        received = yield self._exchange(where, [sent, *nothing], [most] * group.size)
-        held.coded = None
-        if first:
-            arrived = unpack_all(received, group.ranks, 0, coded.contributions)
-            held.coded = Coded(coded.leaves, arrived, coded.how)
+        members = yield from self._contributions(where, [sent, *nothing], [most] * group.size, coded)
+        members[0] = coded.contributions
+        held.coded = Coded(coded.leaves, _all_of(members), coded.how) if first else None
 
     def _share(self, where: str, group: Members) -> Steps:
         """ag of coded data that nobody dealt out: everybody gets everybody's contributions."""
         coded = coded_of(self._held)
         most = self._most(coded, coded.leaves)
-        received = yield self._exchange(where, _to_others(coded, group), [most] * group.size)
-        arrived = unpack_all(received, group.ranks, group.rank, coded.contributions)
-        self._held.coded = Coded(coded.leaves, arrived, coded.how)
+        members = yield from self._contributions(where, _to_others(coded, group), [most] * group.size, coded)
+        members[group.rank] = coded.contributions
+        self._held.coded = Coded(coded.leaves, _all_of(members), coded.how)
 
     def _join(self, split: Split, where: str, group: Members) -> Steps:
         """ag and bc as second steps: everybody gets the whole stretch again."""
@@ -274,8 +290,7 @@ class Executor:
             width = len(coded.leaves)
             leaves = [deal(part, width) for part in deal(split.layout, group.size)]
             most = [self._most(coded, of_member) for of_member in leaves]
-            received = yield self._exchange(where, _to_others(coded, group), most)
-            members = unpack_each(received, group.ranks)
+            members = yield from self._contributions(where, _to_others(coded, group), most, coded)
             members[group.rank] = coded.contributions
             whole = [[blob for member in members for blob in member[k]] for k in range(len(coded.contributions))]
             held.coded = Coded([leaf for of_member in leaves for leaf in of_member], whole, coded.how)
@@ -334,6 +349,10 @@ class Executor:
         for part in received[1:]:
             total += present(part).view(kind).to(home)
         return total
+
+
+def _all_of(members: Sequence[list[list[Blob]]]) -> list[list[Blob]]:
+    return [contribution for member in members for contribution in member]
 
 
 def _to_others(coded: Coded, group: Members) -> list[torch.Tensor | None]:

@@ -10,7 +10,7 @@ process, and soon those of its peers, end with an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -41,16 +41,22 @@ class Pending:
 
     def __init__(self) -> None:
         self._works: list[tuple[int | None, dist.Work | Later, torch.Tensor]] = []
+        self._incoming = 0  # of these, the first ones
 
-    def add(self, rank: int | None, work: dist.Work | Later, tensor: torch.Tensor) -> None:
+    def add(self, rank: int | None, work: dist.Work | Later, tensor: torch.Tensor, incoming: bool = False) -> None:
         self._works.append((rank, work, tensor))
+        self._incoming += incoming
 
-    def wait(self) -> None:
-        for rank, work, _ in self._works:
+    def wait(self, arrived: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        """Returns when all are through; `arrived` is told of each that has come, while others are still under way."""
+        for number, (rank, work, tensor) in enumerate(self._works):
             try:
                 work.wait()
             except RuntimeError as cause:
                 raise Broken(rank, cause) from cause
+            if arrived is not None and number < self._incoming:
+                assert rank is not None
+                arrived(rank, tensor)
 
 
 class Gloo:
@@ -122,7 +128,7 @@ class Gloo:
         group, rank = self._group(name), None
         try:
             for rank, buffer in into:
-                pending.add(rank, group.recv([buffer], rank, tag), buffer)
+                pending.add(rank, group.recv([buffer], rank, tag), buffer, incoming=True)
             for rank, data in parts:
                 send = partial(group.send, [data], rank, tag)
                 at_once = data.numel() < _AT_ONCE or not self._senders.count

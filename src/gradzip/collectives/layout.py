@@ -68,7 +68,7 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
         if cuttable and size > uncut:
             count = max(round(size / largest), min(_CHUNKS, round(size / smallest)))
             on_gpu = part > PART  # there one chunk less is worth more than short ends (docs/log.md)
-            cut = parts(0, size, count) if on_gpu and count <= _CHUNKS else _with_short_ends(size, count)
+            cut = _in_two(size) if on_gpu and count == _CHUNKS else _with_short_ends(size, count)
             result += [(Piece(number, a, b),) for a, b in cut]
             continue
         open_chunk.append(Piece(number, 0, size))
@@ -79,6 +79,12 @@ def chunks(sizes: Sequence[int], ranks: int, cuttable: bool, part: int = PART) -
     if open_chunk:
         result.append(tuple(open_chunk))
     return result
+
+
+def _in_two(size: int) -> list[tuple[int, int]]:
+    """The second part is shorter: what is done to it in the end, nothing hides."""
+    middle = size * 3 // 5
+    return [(0, middle), (middle, size)]
 
 
 def _with_short_ends(size: int, count: int) -> list[tuple[int, int]]:

@@ -438,5 +438,8 @@ class _Plain:
     ) -> None:
         raise AssertionError("plain values are not coded")
 
+    def lands(self, how: How) -> bool:
+        return False
+
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
         raise AssertionError("plain values are not coded")

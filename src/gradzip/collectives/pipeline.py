@@ -5,7 +5,8 @@ starts it; stage i+1 waits for what comes from the others and goes on. Each stag
 in the order of submission, so what is issued, and in which order, never depends on timing.
 
 All ranks compare a digest of what they are about to do, message by message, in a thread of its own while the first
-chunk is coded and sent. A rank that does something else is found out there, and everybody raises. How a message is cut
+chunk is under way: before, it would only keep the one that codes from going on. A rank that does something else is
+found out there, and everybody raises. How a message is cut
 up, and how long each part of it can be, follows from what is agreed: no size has to be asked for, and buffers wait for
 the data before it is sent. Data that moves before all agree has the digest in its tag, so that it meets only buffers
 that were made for it, and nobody looks at what came until all agree.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -28,7 +30,7 @@ from ..spans import span
 from .buffers import Buffers
 from .carrier import Carrier, Parcel
 from .gloo import Gloo, Pending
-from .terms import AllReduce, Exchange, Members, Parts, Steps
+from .terms import AllReduce, Exchange, Landing, Members, Parts, Steps
 
 ROW_VERSION = 3  # of rows and tags: ranks that number data otherwise would wait for each other
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
@@ -46,6 +48,7 @@ class Agreement:
     def __init__(self, what: str) -> None:
         self.what, self.digest = what, digest(what)
         self.number = -1
+        self.asked = False  # for the others' view of it
         self.reached = threading.Event()
         self.early: list[tuple[int, int]] | None = []  # stages and jobs that send before; None: it is reached
 
@@ -78,12 +81,16 @@ class Job:
 class _Transfer:
     """Data under way to and from the members of a group."""
 
-    def __init__(self, pending: Pending, parts: Parts, what: str) -> None:
-        self._pending, self._parts, self._what = pending, parts, what
+    def __init__(self, pending: Pending, parts: Parts, what: str, landing: Landing | None = None) -> None:
+        self._pending, self._parts, self._what, self._landing = pending, parts, what, landing
 
-    def wait(self) -> Parts:
+    def wait(self, agreed: Callable[[], None]) -> Parts:
+        """What came. Nobody looks at it before `agreed` returns."""
         with span("wire", self._what):
-            self._pending.wait()
+            if self._landing is not None:
+                agreed()
+            self._pending.wait(self._landing)
+        agreed()
         return self._parts
 
 
@@ -94,9 +101,10 @@ class _Carried:
         """`places` says where in `parts` that of each rank belongs."""
         self._carrier, self._parcel, self._job, self._parts, self._places = carrier, parcel, job, parts, places
 
-    def wait(self) -> Parts:
+    def wait(self, agreed: Callable[[], None]) -> Parts:
         with span("wire", self._job.agreement.what):
             self._carrier.wait(self._parcel)
+        agreed()
         self._job.carried += self._parcel.taken
         for rank, part in self._parcel.received.items():
             self._parts[self._places[rank]] = part
@@ -127,6 +135,7 @@ class Pipeline:
         self._live: dict[Job, None] = {}
         self._count = 0
         self._agreements = 0
+        self._unasked: deque[Agreement] = deque()  # in the order of their numbers
         self._agree: SimpleQueue[Agreement | None] = SimpleQueue()
         self._code: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(STAGES + 1)]
         self._free = [threading.Semaphore(IN_FLIGHT) for _ in range(STAGES)]
@@ -152,11 +161,13 @@ class Pipeline:
                 if job.agreement.number < 0:
                     job.agreement.number = self._agreements
                     self._agreements += 1
-                    self._agree.put(job.agreement)
+                    self._unasked.append(job.agreement)
                 if not elsewhere:
                     self._code[0].put((job, None))
         if error is not None:
             job.done(job, error)
+        elif elsewhere:
+            self._ask(job.agreement)
 
     def end(self, job: Job) -> None:
         """A job that was done elsewhere is through."""
@@ -216,6 +227,16 @@ class Pipeline:
         for free in self._free:
             free.release()
 
+    def _ask(self, agreement: Agreement) -> None:
+        """Has it compared with the others', after all that come before it: ranks compare in the same order."""
+        if agreement.asked:
+            return
+        with self._changed:
+            while not agreement.asked:
+                first = self._unasked.popleft()
+                first.asked = True
+                self._agree.put(first)
+
     def _agreeing(self) -> None:
         """Compares with the others what each is about to do, message by message."""
         others = [rank for rank in range(self._gloo.world) if rank != self._gloo.rank]
@@ -246,6 +267,7 @@ class Pipeline:
                 try:
                     self._advance(stage, job, transfer)
                 except StopIteration:
+                    self._ask(job.agreement)
                     self._finish(job, None)
                 except BaseException as error:
                     self._fail(job, error)
@@ -264,6 +286,7 @@ class Pipeline:
             wanted = self._resume(stage, job, self._received(job, self._begin(job, wanted, stage)), began)
         self._free[stage].acquire()
         started = self._begin(job, wanted, stage)
+        self._ask(job.agreement)
         with self._changed:
             if stage + 1 == self._stages:
                 self._add_stage()
@@ -320,7 +343,8 @@ class Pipeline:
             if part is not None and part.numel():
                 sends.append((group.ranks[j], self._on_host(job, part)))
                 self._count_bytes(job, part.numel(), [group.ranks[j]])
-        return _Transfer(self._gloo.send(sends, into, job.tag(wanted)), parts, job.agreement.what)
+        under_way = self._gloo.send(sends, into, job.tag(wanted))
+        return _Transfer(under_way, parts, job.agreement.what, wanted.landing)
 
     def _note_start(self, job: Job, stage: int) -> None:
         """Data counts as under way from when all ranks agree: until then it waits for ranks, not for the network."""
@@ -333,13 +357,13 @@ class Pipeline:
 
     def _received(self, job: Job, transfer: _Transfer | _Carried) -> Parts:
         """What came from the others, who do the same as this rank."""
-        parts = transfer.wait()
-        self._check(job, agreed=True)
-        return parts
+        self._ask(job.agreement)  # data of ranks that do something else never comes
+        return transfer.wait(lambda: self._check(job, agreed=True))
 
     def _check(self, job: Job, agreed: bool) -> None:
         """Raises if the channel has failed; `agreed`: waits until all ranks agree on the job."""
         if agreed:
+            self._ask(job.agreement)
             job.agreement.reached.wait()
         if self.error is not None:
             raise self.error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,9 @@ class Members(NamedTuple):
         return len(self.ranks)
 
 
+Landing = Callable[[int, torch.Tensor], None]
+
+
 @dataclass
 class Exchange:
     """send[i] goes to member i of the group; None: nothing goes there. A rank's own part, if any, comes back as it is.
@@ -36,6 +39,7 @@ class Exchange:
     most: Sequence[int | None] | None
     number: int = 0  # of this exchange in the route, the same on all ranks: some take no part in all of them
     carried: bool = False  # all ranks take part, data is on the device and large: a carrier takes it where there is one
+    landing: Landing | None = None  # may be told of each part, with its rank, as soon as it is there and all agree
 
 
 @dataclass
@@ -94,6 +98,10 @@ class Coder(Protocol):
         add: bool,
     ) -> None:
         """The sum of contributions, in their order; added to what is there if `add`. Each has a blob for every leaf."""
+        ...
+
+    def lands(self, how: How) -> bool:
+        """Whether blobs that were coded like that are best brought to the device as they come."""
         ...
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
