@@ -124,12 +124,15 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def net_table() -> str:
-    lines = [
-        f"| {r['network']}{', H200' if r['device'] == 'cuda' else ''} | {float(r['megabytes']):.0f} | `{r['codec']}` "
-        f"| {r['route']} | {float(r['milliseconds']):.0f} | {float(r['host_megabytes']):.1f} | {float(r['ratio']):.2f} "
-        f"| {float(r['speedup']):.2f} | {float(r['of_ideal']):.2f} |"
-        for r in read("net.csv") + read("net_gpu.csv")
-    ]
+    lines = []
+    for r in read("net.csv") + read("net_gpu.csv"):
+        where = r["network"] + (", H200" if r["device"] == "cuda" else "")
+        route = r["route"] + (" over NCCL" if r.get("transport") == "nccl" else "")
+        lines.append(
+            f"| {where} | {float(r['megabytes']):.0f} | `{r['codec']}` | {route} | {float(r['milliseconds']):.0f} "
+            f"| {float(r['host_megabytes']):.1f} | {float(r['ratio']):.2f} | {float(r['speedup']):.2f} "
+            f"| {float(r['of_ideal']):.2f} |"
+        )
     return NET_HEAD + "\n".join(lines) + "\n"
 
 

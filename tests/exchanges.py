@@ -48,7 +48,10 @@ class Exchanger:
             done.set()
 
         self._waiting.append((done, outcomes))
-        submit(Message(chosen, by, list(tensors.values()), contexts, self.memory), self.channel, end)
+        message = Message(chosen, by, list(tensors.values()), contexts, self.memory)
+        if self.channel.device.type == "cuda":
+            message.ready = torch.cuda.current_stream().record_event()  # they may still be written to
+        submit(message, self.channel, end)
 
     def _state(self, name: str, codec: str) -> dict[str, Any]:
         return self.memory.state(name, parse(codec).name)

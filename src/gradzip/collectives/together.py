@@ -25,6 +25,7 @@ from ..errors import CodecError, Corrupt
 from .layout import Piece
 
 ENTRY = 8  # bytes per size in the table before the frames, and what frames are padded to
+FEW_PIECES = 3  # of a leaf: more of them are put together on the GPU, and copied to the host as one
 _LONGEST_HEADER = wire.body_offset(True)
 
 
@@ -191,7 +192,7 @@ class OnGpu(Together):
             start = part.stop
             if leaf.comes_back and leaf.known is None and leaf.lost is None:
                 leaf.known = self._own(leaf, bodies[part], exact[part], job)
-            if leaf.out is not None and leaf.out.device.type == "cpu":
+            if leaf.out is not None and leaf.out.device.type == "cpu" and len(leaf.pieces) <= FEW_PIECES:
                 leaf.size = self._deliver(bodies[part], leaf.xs, leaf.out)
             elif leaf.out is not None:
                 there.append((leaf, bodies[part]))
@@ -257,9 +258,12 @@ class OnGpu(Together):
         return at
 
     def _deliver_there(self, leaves: Sequence[tuple[Leaf, Sequence[torch.Tensor]]]) -> None:
-        """The same frames on the GPU: what the host adds to the bodies of all leaves goes there in one copy."""
+        """The same frames on the GPU: what the host adds to the bodies of all leaves goes there in one copy.
+
+        From there, those that are wanted in the host's memory go back as they are, in one copy for each leaf.
+        """
         added, gaps, places, bodies = bytearray(), list[int](), list[torch.Tensor](), list[torch.Tensor]()
-        into = list[torch.Tensor]()
+        into, back = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         for leaf, found in leaves:
             assert leaf.out is not None
             headers = [
@@ -267,24 +271,30 @@ class OnGpu(Together):
                 for body, x in zip(found, leaf.xs)
             ]
             sizes = [len(header) + body.numel() for header, body in zip(headers, found)]
+            leaf.size = ENTRY * len(sizes) + sum(size + -size % ENTRY for size in sizes)
+            out = leaf.out[: leaf.size]
+            if leaf.out.device.type == "cpu":
+                out = torch.empty(leaf.size, dtype=torch.uint8, device=found[0].device)
+                back.append((leaf.out[: leaf.size], out))
             gap, at = struct.pack(f"<{len(sizes)}Q", *sizes), 0
             for header, body, size in zip(headers, found, sizes):
                 gap += header
-                places.append(leaf.out[at : at + len(gap)])
-                into.append(leaf.out[at + len(gap) : at + len(gap) + body.numel()])
+                places.append(out[at : at + len(gap)])
+                into.append(out[at + len(gap) : at + len(gap) + body.numel()])
                 at += len(gap) + body.numel()
                 added += gap
                 gaps.append(len(gap))
                 gap = bytes(-size % ENTRY)
             if gap:
-                places.append(leaf.out[at : at + len(gap)])
+                places.append(out[at : at + len(gap)])
                 added += gap
                 gaps.append(len(gap))
-            leaf.size = at + len(gap)
             bodies += found
         if places:
             sent = torch.frombuffer(added, dtype=torch.uint8).to(places[0].device)
             torch._foreach_copy_(places + into, [*sent.split_with_sizes(gaps), *bodies])
+        for host, out in back:
+            host.copy_(out, non_blocking=True)
 
     def _note(self, leaves: Sequence[Leaf], decoded: Sequence[torch.Tensor], unit: float) -> None:
         """What others decode, and what they do not get to see."""
