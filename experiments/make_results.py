@@ -18,6 +18,7 @@ import published
 from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, seen, table
 from published import Published
 from rank_sections import allreduce, gpt, real_ranks
+from series import runs_of
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "gcomp"))
@@ -51,9 +52,8 @@ def ordering(rows: list[Row], paper: Mapping[str, Published], higher_is_better: 
                     failed.append(f"{better} over {worse}")
     if not kept and not failed:
         return ""
-    text = (
-        f"Of {kept + len(failed)} pairs that differ by {CLEAR} or more in the paper, {kept} are in the same order here"
-    )
+    clear = f"Of {kept + len(failed)} pairs that differ by {CLEAR} or more in the paper"
+    text = f"{clear}, {kept} {'is' if kept == 1 else 'are'} in the same order here"
     return text + (f"; not: {', '.join(failed)}." if failed else ".")
 
 
@@ -79,7 +79,8 @@ def powersgd(read: Results) -> str:
 
     cifar, lstm = of(rows, task="powersgd-cifar"), of(rows, task="powersgd-wikitext")
     more = of(rows, task="powersgd-cifar-32")
-    ran = {name: theirs for name, theirs in published.POWERSGD_CIFAR.items() if of(more, row=name)}
+    planned = {run.row for run in runs_of("powersgd") if run.task == "powersgd-cifar-32"}
+    some = {name: theirs for name, theirs in published.POWERSGD_CIFAR.items() if name in planned}
     untimed = "" if times else f"Our time per batch was {NOT_RUN}."
     return "\n\n".join(
         part
@@ -95,8 +96,8 @@ def powersgd(read: Results) -> str:
             "The same with four times the steps: batches of 32 instead of 128 pictures for each worker, and so four "
             f"times the MiB of an epoch.{'' if more else f' It was {NOT_RUN}.'}",
             seen(more),
-            compared("powersgd-cifar-32", ran, "accuracy, %") if more else "",
-            ordering(more, ran),
+            compared("powersgd-cifar-32", some, "accuracy, %") if more else "",
+            ordering(more, some),
             "LSTM of 3 x 650 units on WikiText-2, perplexity on the test part (lower is better); our vocabulary has "
             "33,278 words, the paper's 28,869. One worker stands for 16 here (experiments/powersgd/README.md).",
             seen(lstm),
@@ -176,7 +177,7 @@ def dial(read: Results) -> str:
                 within = "yes" if abs(difference) <= spread else "**no**"
             bits = floats(here, "own_bits")
             lines.append([
-                name, f"`{here[0]['policy']}`",
+                name, f"`{gcomp_rows.DIAL[name][0]}`",
                 mean_of(bits, 2) or ("16" if name == "bf16" else "32"),
                 mean_of(floats(here, "sum_bits"), 2) or ("16" if name == "bf16" else "32"),
                 figure(floats(here, "value"), digits),

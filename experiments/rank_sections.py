@@ -9,7 +9,7 @@ NO_HANDLE = {"plain": "1", "torch bf16": "2"}  # ratios of what is not gradzip's
 ORDER = ("plain", "torch", "gcomp", "gcomp:own=near", "gcomp:keep=7", "powersgd", "plan")  # beginnings of policies
 PARTS = (0.25, 0.5, 1.0)  # of the time that a language model has
 RANKS = "GPU, real ranks"  # in gpt/drift.csv
-DRIFT = (4, 8, 12, 16, 20, 22, 24, 28, 32)  # steps that the page shows of it
+DRIFT = (4, 8, 12, 16, 20, 22, 24, 28, 30, 32)  # steps that the page shows of it
 SMALL = (20, 28, 34, 36, 37, 38, 39)  # the same of the small GPT
 
 # Bytes of float32 gradients, and what TCP left of a link: `gradzip emulate` measured it in a ring of hosts, before.
@@ -176,7 +176,8 @@ def _drift(rows: list[Row], timed: list[Row]) -> list[str]:
         "### Step for step",
         "Training loss less plain training's at the same step, the first being 0; real ranks, "
         f"{own[0]['device']}. From `gpt/drift.csv`, and from the runs at 10 Gbit/s where plain's loss is known, to "
-        "0.0001. `plain, again` is the same run once more.",
+        "0.0001. `plain, again` is the same run once more; `nudged` starts with each parameter one float32 number "
+        "higher or lower, by chance.",
         table(["step", *(f"`{policy}`" for policy in order)], lines),
         _counted(rows),
     ]
@@ -184,8 +185,7 @@ def _drift(rows: list[Row], timed: list[Row]) -> list[str]:
     order = sorted(dict.fromkeys(what for here in curves.values() for what in here if what != "plain"), key=_place)
     if order:
         parts += [
-            "The same of a GPT of 2 blocks and 16,384 words, four simulated workers on a CPU. `nudged`: plain training "
-            "that starts with each parameter one float32 number higher or lower, by chance.",
+            "The same of a GPT of 2 blocks and 16,384 words, four simulated workers on a CPU.",
             table(
                 ["", "step", *(f"`{policy}`" for policy in order)],
                 [

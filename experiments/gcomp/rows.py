@@ -1,6 +1,7 @@
 """The rows of the dial on four tasks, with the number of seeds.
 
-Own gradients go in near mode in all rows but one, as they did in the first runs, whose files say `gcomp` for that.
+Own gradients go in near mode in all rows but the two that say otherwise, as they did in the first runs, whose policy in
+results.csv is `gcomp` for what is `gcomp:own=near` now. The page shows the policies of this file.
 """
 
 from workers.running import Run
