@@ -195,6 +195,28 @@ def test_ranks_compare_in_the_order_of_submission() -> None:
     assert (peer.asked, sorted(ended)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
 
 
+def test_what_is_still_coded_ends_when_threads_are_told_to_stop() -> None:
+    """It is compared with the others' all the same: otherwise it would wait for that for ever."""
+    coding, ended = threading.Event(), list[BaseException | None]()
+
+    def run() -> Steps:
+        assert coding.wait(LONG)
+        pipeline.exchange(job, Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], 0))
+        yield from ()
+
+    def fails(error: Any) -> Any:
+        raise AssertionError(error)
+
+    members = {"flat": Members(0, (0, 1))}
+    pipeline = Pipeline(Agreeing(), members, Buffers(), fails, fails, torch.device("cpu"))  # type: ignore[arg-type]
+    job = Job(Agreement("a job"), run(), lambda job, error: ended.append(error))
+    pipeline.submit(job)
+    assert not pipeline.stop(0.01)
+    coding.set()
+    pipeline.drain(LONG)
+    assert ended == [None]
+
+
 def _plan(model: DistributedDataParallel) -> Plan:
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
     options = {name: Option("gcomp:mode=lossless", None, "alltoall") for name in shapes}

@@ -164,12 +164,13 @@ def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("route", ["alltoall", "gather"])
 @pytest.mark.parametrize("codec", ["gcomp", "gcomp:book=shared", "gcomp:own=lossless", "gcomp:mode=lossless"])
-def test_exchanges_on_a_gpu(codec: str) -> None:
+def test_exchanges_on_a_gpu(codec: str, route: str) -> None:
     """With `own=auto` frames of both kinds meet. Means may differ in their last bit: a GPU divides in another way."""
     here, there = (Ranks(codec, 1.0, (300_000, *SIZES), device) for device in ("cpu", "cuda"))
     for step in range(STEPS):
-        expected, found = here.mean(NAMED["alltoall"], step), there.mean(NAMED["alltoall"].on("gpu"), step)
+        expected, found = here.mean(NAMED[route], step), there.mean(NAMED[route].on("gpu"), step)
         for of_rank in found:
             assert all(same_bits(a, b) for a, b in zip(of_rank, found[0], strict=True))
         for ours, theirs in zip(found[0], expected[0], strict=True):

@@ -57,6 +57,8 @@ def pack(contributions: Sequence[Sequence[Blob]], *numbers: int) -> torch.Tensor
     head = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     places = {blob.device for blob in blobs}  # routes may code on the CPU and on a GPU
     home = places.pop() if len(places) == 1 else head.device
+    if any(blob.is_pinned() for blob in blobs if blob.device.type == "cpu"):
+        torch.cuda.current_stream().synchronize()  # frames may still be on their way from a GPU
     return torch.cat([head.to(home), *(blob.to(home) for blob in blobs)])
 
 

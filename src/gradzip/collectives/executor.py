@@ -48,7 +48,7 @@ class Executor:
         self._route, self._coder, self._groups, self._world = route, coder, groups, world
         self._crossing = crossing
         self._held = Held(layout)
-        self._decodes = False  # right after the step that is under way
+        self._decoded_on: str | None = None  # right after the step that is under way
 
     def steps(self) -> Steps:
         held, steps = self._held, self._route.steps
@@ -64,7 +64,7 @@ class Executor:
             elif step.kind == "dec":
                 self._decode(step.where, last=not rest)
             elif step.kind != "ring":
-                self._decodes = bool(rest) and rest[0].kind == "dec"
+                self._decoded_on = rest[0].where if rest and rest[0].kind == "dec" else None
                 yield from self._communicate(step, joins)
         assert held.values is not None and not held.splits
         self._settle()
@@ -194,7 +194,8 @@ class Executor:
         """An exchange of coded data: what each member sent, unpacked; nothing for this rank itself."""
         group, landed = self._groups[where], dict[int, list[list[Blob]]]()
         wanted = self._exchange(where, send, most)
-        if self._decodes and self._coder.lands(coded.how) and not wanted.carried:
+        there = self._decoded_on
+        if there is not None and self._coder.lands(coded.how._replace(device=there)) and not wanted.carried:
 
             def land(rank: int, part: torch.Tensor) -> None:
                 landed[rank] = on_device(unpack(part, rank), self._coder.home)

@@ -32,7 +32,7 @@ from .carrier import Carrier, Parcel
 from .gloo import Gloo, Pending
 from .terms import AllReduce, Exchange, Landing, Members, Parts, Steps
 
-ROW_VERSION = 3  # of rows and tags: ranks that number data otherwise would wait for each other
+ROW_VERSION = 4  # of rows, tags and cuts: ranks that number or cut data otherwise would wait for each other, or end
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
 IN_FLIGHT = 3  # chunks whose data may be under way in a stage: the wire never idles, and the first is not held up
 _EXCHANGES = 1 << 12  # of one job, at the most; part of the tag
@@ -192,6 +192,9 @@ class Pipeline:
 
     def stop(self, patience: float = 2.0) -> bool:
         """Ends the threads after the jobs submitted so far; False if one is still busy after that many seconds."""
+        with self._changed:
+            if self._unasked:
+                self._ask(self._unasked[-1])  # nobody would compare what is asked for later
         self._release()
         deadline = time.monotonic() + patience
         for thread in self._threads:
@@ -271,6 +274,7 @@ class Pipeline:
                     self._finish(job, None)
                 except BaseException as error:
                     self._fail(job, error)
+                del item, job, transfer  # they hold memory of the GPU, and the next job may come late
 
     def _advance(self, stage: int, job: Job, transfer: _Transfer | _Carried | None) -> None:
         """Codes until the next exchange and starts it. At the last stage all the rest of a job, exchanges and all."""

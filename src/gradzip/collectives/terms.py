@@ -101,7 +101,7 @@ class Coder(Protocol):
         ...
 
     def lands(self, how: How) -> bool:
-        """Whether blobs that were coded like that are best brought to the device as they come."""
+        """Whether blobs that will be decoded like that are best brought to the device as they come."""
         ...
 
     def hop(self, leaf: Layout, blob: Blob, values: Sequence[torch.Tensor], how: How) -> Blob:
