@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -275,8 +274,6 @@ def test_what_is_left_holds_no_gradients(device: torch.device) -> None:
     kept = fused.reduce(Apart([None] * len(SHAPES), [{}] * len(SHAPES)), 1.0, lambda flat: None, lambda: None).kept
     refs = [weakref.ref(g) for g in gradients]
     del fused, gradients
-    if device.type == "cuda":
-        gc.collect()  # frames lived on once, under a tool that checks what kernels access
     assert [ref() for ref in refs] == [None] * len(SHAPES)
     assert len(kept.residuals) == len(SHAPES)
 
