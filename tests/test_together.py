@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradzip import Context, engines, parse
 from gradzip.codecs.gcomp import GComp
-from gradzip.collectives import Exchange
+from gradzip.collectives import Exchange, together
 from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.executor import Executor
@@ -161,6 +161,17 @@ def test_exchanges_do_not_depend_on_how_leaves_are_coded(engine: str, codec: str
     for ours, theirs in zip(kept, left):
         assert ours.keys() == theirs.keys()
         assert all(same_bits(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours)
+
+
+@pytest.mark.parametrize("engine", ["cuda"], indirect=True)
+@pytest.mark.parametrize("codec", ["gcomp:mode=lossless", "gcomp"])
+def test_many_pieces_come_from_the_gpu_as_one(engine: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in messages of many tensors, here of a few: frames are put together there, and are the same bytes."""
+    monkeypatch.setattr(together, "FEW_PIECES", 0)
+    monkeypatch.delattr(OnGpu, "_deliver")
+    expected, _ = exchanged("reference", codec, "alltoall", FEW)
+    found, _ = exchanged(engine, codec, "alltoall", FEW)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

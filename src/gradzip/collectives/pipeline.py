@@ -5,11 +5,11 @@ starts it; stage i+1 waits for what comes from the others and goes on. Each stag
 in the order of submission, so what is issued, and in which order, never depends on timing.
 
 All ranks compare a digest of what they are about to do, message by message, in a thread of its own while the first
-chunk is under way: before, it would only keep the one that codes from going on. A rank that does something else is
-found out there, and everybody raises. How a message is cut
-up, and how long each part of it can be, follows from what is agreed: no size has to be asked for, and buffers wait for
-the data before it is sent. Data that moves before all agree has the digest in its tag, so that it meets only buffers
-that were made for it, and nobody looks at what came until all agree.
+chunk is under way: earlier, it would keep the thread that codes that chunk waiting. A rank that does something else is
+found out there, and everybody raises. How a message is cut up, and how long each part of it can be, follows from what
+is agreed: no size has to be asked for, and buffers wait for the data before it is sent. Data that moves before all
+agree has the digest in its tag, so that it meets only buffers that were made for it, and nobody looks at what came
+until all agree.
 """
 
 from __future__ import annotations
