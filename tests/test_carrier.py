@@ -27,6 +27,7 @@ from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.carrier import Carrier
 from gradzip.collectives.gloo import Broken, Rows
 from gradzip.errors import PeerError
+from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, tree
 
 WORLD = HOSTS * LOCAL
@@ -217,6 +218,34 @@ def test_what_nccl_carries_is_the_same() -> None:
     for found in run_ranks(WORLD, carried_by_nccl, backend="nccl"):
         assert found["wrong"] == []
         assert found["differing"] == []
+
+
+def lost_on_a_gpu(rank: int) -> list[str]:
+    """Residuals that are others where the GPU is slow to read what was lost."""
+    device, found = torch.device("cuda", rank % torch.cuda.device_count()), list[dict[str, torch.Tensor]]()
+    plainly = Memory.lost
+
+    def late(*args: Any, **options: Any) -> None:
+        torch.cuda._sleep(1 << 24)
+        plainly(*args, **options)
+
+    for lost in (plainly, late):
+        Memory.lost = lost  # type: ignore[method-assign,assignment]
+        exchanger = Exchanger(connected("gloo", device))
+        for i in range(24):  # at once: their memory comes from one pool
+            values = torch.randn(1 << 16, 1, generator=torch.Generator().manual_seed(10 * i + rank)).to(device)
+            exchanger.send("sign", None, {f"t{i}": values})
+        exchanger.finish()
+        found.append({key: residual.cpu() for key, residual in exchanger.memory._residuals.items()})
+    in_time, too_late = found
+    assert len(in_time) == 24
+    return [key for key in in_time if not torch.equal(in_time[key], too_late[key])]
+
+
+@pytest.mark.gpu
+def test_what_was_lost_is_read_before_its_memory_is_used_again() -> None:
+    """One stage's stream made it, and the last stage's reads it."""
+    assert run_ranks(2, lost_on_a_gpu, backend="nccl") == [[], []]
 
 
 @pytest.mark.gpu

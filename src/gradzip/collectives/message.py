@@ -201,6 +201,8 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
 
     def run(job: Job, outcome: Outcome, layout: Layout, first: bool) -> Steps:
         nonlocal left
+        if job.crossing is not None:
+            job.crossing.append(coder)  # the last stage reads what was lost, which the first stage's stream made
         if first:
             _wait_for(message.ready)
             gate = message.must_be_lossless
