@@ -15,11 +15,12 @@
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
-behind it, one at 100 Mbit/s (`--torch bf16 --steps 2 --warm 1`, other work beside it), in two parts since it took
-longer than its time limit, without the second plain row; torch's PowerSGD at 1 Gbit/s is from a run with
-`--policies '' --steps 3 --warm 3 --silence 40`. chunking.csv has the rows that an earlier form of that script
-printed, which told the order of exchanges over NCCL with one message less. On the GPU, --codecs and --policies named
-what the tables show.
+behind it, one at 100 Mbit/s, both with `--silence 40`. For gpu_codec.csv, gradient.pt are the values 4,194,304 to
+5,242,879 of `gradzip.capture`'s model at step 300, with parameters and moments; for net_gpu.csv the first 4,194,304 at
+step 120, whose parameters and second moments have 16 bits. hook_cost.csv's rows `--alone` with batches of 4 are of
+another day than the others. chunking.csv has the rows that an earlier form of that script printed, which told the order
+of exchanges over NCCL with one message less. On the GPU, --codecs, --policies, --rounds (30 for 26 MB) and --transport
+named what the tables show.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ CHUNKING_HEAD = """
 ## Chunks and what carries them
 The same four ranks, 26 MB: the tensor cut in these proportions, carried over Gloo from the host's memory or over NCCL
 from GPU to GPU. *Ideal* as above, by the native all-reduce of the same rounds. The host was slower in this run than in
-the one above, whose cut is 1,2,2,1.
+the one above, whose cut is 3,2.
 
 | cut | codec | native FP32, ms | over Gloo, ms | over NCCL, ms | Gloo / ideal | NCCL / ideal |
 |---|---|---|---|---|---|---|
