@@ -74,13 +74,13 @@ def _run(arguments: list[str], silence_s: float, port: str) -> End:
                 elif line:
                     said.append(line)
         except queue.Empty:
-            outcome = f"hangs: silent for {silence_s:.0f} s after {_last(said, 'step')}"
+            outcome = f"hangs: silent for {silence_s:.0f} s after {_last_step(said)}"
             process.kill()
         code = process.wait()
         reader.join()
     if code and not outcome:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        outcome = f"crashes after {_last(said, 'step')} ({how}): {_last(said, 'rror', 'what():', 'nforce')}"
+        outcome = f"crashes after {_last_step(said)} ({how}): {_last(said, 'rror', 'what():', 'nforce')}"
     return End(time.monotonic() - begin, outcome, row)
 
 
@@ -90,7 +90,10 @@ def _read(stream: TextIO, lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
+def _last_step(said: list[str]) -> str:
+    return next((line[:SHORT] for line in reversed(said) if line.startswith("step ")), "its start")
+
+
 def _last(said: list[str], *words: str) -> str:
     """The last line with one of these words."""
-    found = [line for line in said if any(word in line for word in words)]
-    return found[-1][:SHORT] if found else "its start"
+    return next((line[:SHORT] for line in reversed(said) if any(word in line for word in words)), "nothing")

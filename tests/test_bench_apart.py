@@ -28,7 +28,7 @@ def test_a_crash_is_told_with_its_last_step_and_its_error(group: dist.ProcessGro
     script = "print('step 7', flush=True); raise ValueError('what is wrong')"
     _, outcome = apart.run(["-c", script], 60, group)
     assert outcome == "crashes after step 7 (exit code 1): ValueError: what is wrong"
-    script = "import os; print('step 2', flush=True); os.kill(os.getpid(), 6)"
+    script = "import os; print('step 2\\nFile steps.py', flush=True); os.kill(os.getpid(), 6)"
     _, outcome = apart.run(["-c", script], 60, group)
     assert outcome.startswith("crashes after step 2 (SIGABRT)")
 
