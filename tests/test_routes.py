@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from gradzip import Context, parse
 from gradzip.collectives.blobs import Blob
+from gradzip.collectives.buffers import Buffers
+from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.executor import Executor
 from gradzip.collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks, parts
+from gradzip.collectives.message import Message, jobs_of
 from gradzip.collectives.terms import Exchange, How, Members, Parts, Steps
 from gradzip.errors import Unsupported
+from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, Step, tree
 
 HOSTS, LOCAL = 2, 2
@@ -226,6 +233,29 @@ def test_what_crosses_an_exchange_stays_until_the_job_has_ended(name: str) -> No
     assert all(ref() is not None for ref in made)
     crossing.clear()
     assert not any(ref() is not None for ref in made)
+
+
+def test_what_was_lost_stays_until_the_job_has_ended() -> None:
+    """On a GPU, the last stage's stream may read it longer than Python needs it."""
+    channel: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        world=2,
+        groups={"flat": Members(0, (0, 1))},
+        buffers=Buffers(),
+        topology=SimpleNamespace(check=lambda route: None),
+        carries=lambda size: False,
+    )
+    message = Message(parse("sign"), "allgather", [torch.arange(41.0)], [Context("x", world=2)], Memory(0))
+    ((job, _),) = jobs_of(message, channel)
+    next(job.steps)
+    assert job.crossing is not None
+    (coder,) = (x for x in job.crossing if isinstance(x, TensorCoder))
+    lost = weakref.ref(coder._lost[0])
+    del coder
+    job.steps.close()
+    assert lost() is not None
+    job.crossing = None
+    assert lost() is None
 
 
 @pytest.mark.parametrize(

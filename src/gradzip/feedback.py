@@ -55,6 +55,7 @@ class Memory:
         """
         self.rank, self.patient = rank, patient
         self._waiting: set[str] = set()  # keys of residuals that were not sent in this step
+        self._copied: list[torch.Tensor] = []  # on a GPU, maybe still to be: another stream made what is copied
         self.forms: dict[str, str | None] = {}  # by name: how residuals are kept, as in Codec.error_memory
         self._residuals: dict[str, torch.Tensor] = {}  # by "stage/name"
         self._states: dict[str, dict[str, Any]] = {}  # by "codec/name"
@@ -179,6 +180,7 @@ class Memory:
         waiting = self._residuals.get(key)
         if waiting is not None and waiting.untyped_storage().nbytes() > waiting.nbytes:
             self._residuals[key] = waiting.clone()
+            self._copied.append(waiting)
 
     def _spare(self, key: str, residual: torch.Tensor | None) -> None:
         """Keeps memory for the next residual; flat, as `room` gives it out."""
@@ -291,6 +293,7 @@ class Memory:
         for key, residual in self._next_residuals.items():
             self._spare(key, residual)
         self._next_residuals, self._next_states, self._next_bundles, self._waiting = {}, {}, [], set()
+        self._copied.clear()
 
     # -- what is held -------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "Verifies each codec's round trip, then times it against memcpy. Without --input the gradient comes from a "
         "10 M-parameter model that is trained once, for about a minute, and kept in the cache directory.",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy of float32, or raw float32")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy or raw float32, or a .pt snapshot")
     parser.add_argument("--values", type=count, metavar="N", help="use only the first N values")
     parser.add_argument("--codecs", metavar="A;B;C", help=f"what to measure (default: {DEFAULT_CODECS})")
     parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp")

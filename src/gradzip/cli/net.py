@@ -47,7 +47,7 @@ def add(kinds: Commands) -> None:
         "Runs on every rank of a job: start it by torchrun on a cluster, or by `gradzip emulate`. Verifies each "
         "exchange, then times it beside native all-reduces in FP32 and BF16, of the same rounds.",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy of float32, or raw float32")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy or raw float32, or a .pt snapshot")
     parser.add_argument(
         "--values", metavar="N,N", help="use N values, for each N; a gradient that has fewer is repeated (default: all)"
     )
