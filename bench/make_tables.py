@@ -15,12 +15,12 @@
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
-behind it, one at 100 Mbit/s, both with `--silence 40`. For gpu_codec.csv, gradient.pt are the values 4,194,304 to
-5,242,879 of `gradzip.capture`'s model at step 300, with parameters and moments; for net_gpu.csv the first 4,194,304 at
-step 120, whose parameters and second moments have 16 bits. hook_cost.csv's rows `--alone` with batches of 4 are of
-another day than the others. chunking.csv has the rows that an earlier form of that script printed, which told the order
-of exchanges over NCCL with one message less. On the GPU, --codecs, --policies, --rounds (30 for 26 MB) and --transport
-named what the tables show.
+behind it, one at 100 Mbit/s, both with `--silence 40`; there torch's PowerSGD at rank 4 is from a run of its own. For
+gpu_codec.csv, gradient.pt are the values 4,194,304 to 5,242,879 of `gradzip.capture`'s model at step 300, with
+parameters and moments; for net_gpu.csv the first 4,194,304 at step 120, whose parameters and second moments have 16
+bits. hook_cost.csv's rows `--alone` with batches of 4 are of another day than the others. chunking.csv has the rows
+that an earlier form of that script printed, which told the order of exchanges over NCCL with one message less. On the
+GPU, --codecs, --policies, --rounds (30 for 26 MB) and --transport named what the tables show.
 """
 
 from __future__ import annotations
