@@ -7,6 +7,8 @@ lowest up. What a packer leaves over in its last byte is zero, and an unpacker r
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch.nn.functional import pad
 
@@ -14,6 +16,7 @@ from ..engines.cuda import hot
 from ..errors import Corrupt
 
 TRITS_PER_BYTE = 5  # 3^5 = 243 of 256
+_GATHERED = 0x0102040810204080
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -29,6 +32,8 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     if hot.serves(values):
         return hot.pack_bits(values, bits, size)
     groups = pad(values, (0, -values.numel() % 8)).view(-1, 8)
+    if bits == 1:  # each of eight bytes is moved to its place in the highest one, and none of the others gets there
+        return (groups.view(torch.int64) * _GATHERED >> 56).view(-1).to(torch.uint8)[:size]
     if 8 % bits == 0:
         return _folded(groups.view(-1, 8 // bits), bits)[:size]
     words = _folded(groups.to(torch.int64), bits)
@@ -51,7 +56,7 @@ def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None 
     if hot.serves(data):
         values = hot.unpack_bits(data, count, bits)
     elif 8 % bits == 0:
-        values = _unfolded(data, bits, 8 // bits)
+        values = _by_byte(bits, data.device).index_select(0, data.int()).view(torch.uint8)
     else:
         groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)
         words = pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)
@@ -59,6 +64,13 @@ def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None 
     if count * bits % 8 and bool((data if near is None else near)[-1] >> count * bits % 8):
         raise Corrupt("bits are set behind the last value")
     return values[:count]
+
+
+@cache
+def _by_byte(bits: int, device: torch.device) -> torch.Tensor:
+    """The values that each byte stands for, as one word."""
+    values = _unfolded(torch.arange(256, dtype=torch.uint8), bits, 8 // bits)
+    return values.view({1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]).to(device)
 
 
 def _unfolded(words: torch.Tensor, bits: int, places: int) -> torch.Tensor:
@@ -80,14 +92,17 @@ def pack_trits(values: torch.Tensor) -> torch.Tensor:
 
 def unpack_trits(data: torch.Tensor, count: int) -> torch.Tensor:
     assert data.numel() == trit_bytes(count)
-    digits, rest = [], data
-    for _ in range(TRITS_PER_BYTE):
-        digits.append(rest % 3)
-        rest = torch.div(rest, 3, rounding_mode="floor")
-    values = torch.stack(digits, 1).view(-1)
-    if bool(rest.any()) or bool(values[count:].any()):
+    values = _trits(data.device).index_select(0, data.int()).view(-1)
+    if bool((data >= 3**TRITS_PER_BYTE).any()) or bool(values[count:].any()):
         raise Corrupt("a byte is no group of five ternary digits")
     return values[:count]
+
+
+@cache
+def _trits(device: torch.device) -> torch.Tensor:
+    """The digits of each byte, (256, 5)."""
+    powers = 3 ** torch.arange(TRITS_PER_BYTE)
+    return (torch.arange(256)[:, None] // powers % 3).to(torch.uint8).to(device)
 
 
 # -- positions: k different indices below n in ascending order ---------------------------------------------------------

@@ -33,13 +33,15 @@ def hash_bits(seed: int, step: int, name: str, index: torch.Tensor) -> torch.Ten
 
 
 _CHUNK = 1 << 24  # indices hashed at once: bounded scratch memory, and within one value of the index's upper half
+_CHUNK_ON_CPU = 1 << 16  # as many as stay in the cache from one operation to the next
 
 
 def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tensor:
     """The upper `bits` (1 to 31) of keyed_bits for the indices 0 to numel - 1, as an int32 tensor; the fast way."""
     out = torch.empty(numel, dtype=torch.int32, device=device)
-    for start in range(0, numel, _CHUNK):
-        part = out[start : start + _CHUNK]
+    chunk = _CHUNK_ON_CPU if out.device.type == "cpu" else _CHUNK
+    for start in range(0, numel, chunk):
+        part = out[start : start + chunk]
         low = start & 0xFFFFFFFF
         torch.arange(low - (low >> 31 << 32), low - (low >> 31 << 32) + part.numel(), out=part)
         part ^= _signed(key)
