@@ -15,8 +15,8 @@
     python bench/make_tables.py
 
 cpu_codec.csv is the first file with the native rows of the second behind it. steps_cpu.csv has the run at 1 Gbit/s and,
-behind it, one at 100 Mbit/s, both with `--silence 40`; there torch's PowerSGD at rank 4, and at both rates `sign`, `onebit`, `qsgd`, `terngrad` and
-`natural`, are from runs of their own, in which plain took 1312 and 10676 ms. For
+behind it, one at 100 Mbit/s, both with `--silence 40`; there torch's PowerSGD at rank 4, and at both rates `sign`,
+`onebit`, `qsgd`, `terngrad` and `natural`, are from runs of their own, in which plain took 1312 and 10676 ms. For
 gpu_codec.csv, gradient.pt are the values 4,194,304 to 5,242,879 of `gradzip.capture`'s model at step 300, with
 parameters and moments; for net_gpu.csv the first 4,194,304 at step 120, whose parameters and second moments have 16
 bits. hook_cost.csv's rows `--alone` with batches of 4 are of another day than the others. chunking.csv has the rows
