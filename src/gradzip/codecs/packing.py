@@ -1,8 +1,8 @@
 """Small numbers, packed: values of 1 to 8 bits, ternary digits, and ascending positions.
 
-Everything is a handful of whole-tensor operations, so that it runs wherever torch does; on a GPU a kernel packs and
-unpacks values of 1 to 8 bits in one pass. Bits fill bytes from the
-lowest up. What a packer leaves over in its last byte is zero, and an unpacker refuses anything else.
+Everything is a handful of whole-tensor operations, so that it runs wherever torch does; bytes are looked up in tables
+where that is quicker, and on a GPU a kernel packs and unpacks values of 1 to 8 bits in one pass. Bits fill bytes from
+the lowest up. What a packer leaves over in its last byte is zero, and an unpacker refuses anything else.
 """
 
 from __future__ import annotations
