@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -186,6 +187,16 @@ class Buffer:
     terms: Groups = ()
     wide: bool = False  # values are sums in float32, not of the gradients' own type
     leaf: bool = False  # one frame, of the part of some member of the last group of `over`
+    raw: bool = False  # frames are values as they are, whatever the codec: see `lowered`
+
+
+class Hop(NamedTuple):
+    """What the frames of an encode hold."""
+
+    number: int  # of this encode in the route
+    summed: int  # ranks in the sum
+    own: bool  # a rank's own gradients, as DDP gave them
+    wide: bool  # sums in float32; else values of the gradients' own type
 
 
 Bound = Callable[[Table, int, bool], int]  # bytes of a frame for an owner; the flag is Buffer.wide
@@ -203,6 +214,7 @@ class Program:
     hosts: tuple[tuple[int, ...], ...]
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
+    chunk: Table | None = None  # where the program is about a part of the message alone: see `chunked`
 
     def __str__(self) -> str:
         count, values = len(self.names), sum(self.sizes)
@@ -213,7 +225,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ where programs do."""
-        said = repr((str(self), self.names, self.sizes, self.buffers))
+        said = repr((str(self), self.names, self.sizes, self.buffers, self.chunk and self.chunk.digest))
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     @property
@@ -234,10 +246,34 @@ class Program:
         """The parts that a rank's buffer has a frame for, one owner each; for plain values, one owner has it all."""
         key = self._place(rank, buffer.within), buffer.within, buffer.over
         if key not in self._tables:
-            sizes = [self._size(group) for group in buffer.within]
-            over = [self._size(group) for group in buffer.over]
-            self._tables[key] = Table.of(self.names, self.sizes, sizes).within(key[0], over)
+            self._tables[key] = self._table(*key)
         return self._tables[key]
+
+    def _table(self, place: int, within: Groups, over: Groups) -> Table:
+        if self.chunk is None:
+            table = Table.of(self.names, self.sizes, [self._size(group) for group in within])
+            return table.within(place, [self._size(group) for group in over])
+        if within:
+            return self.chunk.within(place, [])
+        return self.chunk if over else self.chunk.joined()
+
+    def hop(self, buffer: str) -> Hop:
+        """The encode that made the frames in a buffer."""
+        return self._hops[buffer]
+
+    def chunked(self, values: int) -> list[Program]:
+        """Programs for parts of the message, with frames of about so many values, that together are this one.
+
+        A message that is dealt out twice stays whole.
+        """
+        groups = {step.group for step in self.steps if isinstance(step, Communicate)}
+        if groups != {"flat"}:
+            return [self]
+        return [replace(self, chunk=table) for table in Table.of(self.names, self.sizes, [self.world]).chunks(values)]
+
+    def lowered(self) -> Program:
+        """The same exchange in which nothing but frames travels: plain values do so as frames of the codec `raw`."""
+        return _Lowering(self).program
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""
@@ -284,6 +320,17 @@ class Program:
     @cached_property
     def _by_name(self) -> dict[str, Buffer]:
         return {buffer.name: buffer for buffer in self.buffers}
+
+    @cached_property
+    def _hops(self) -> dict[str, Hop]:
+        found: dict[str, Hop] = {}
+        for step in self.steps:
+            if isinstance(step, Encode | Recode):
+                own = isinstance(step, Encode) and step.own
+                found[step.target] = Hop(step.number, step.summed, own, self.buffer(step.target).wide)
+            elif isinstance(step, Communicate) and self.buffer(step.source).coded:
+                found[step.target] = found[step.source]
+        return found
 
     @cached_property
     def _tables(self) -> dict[tuple[int, Groups, Groups], Table]:
@@ -474,3 +521,72 @@ class _Compiler:
 
 def _before_decoding(steps: Sequence[RouteStep]) -> list[RouteStep]:
     return list(itertools.takewhile(lambda step: step.kind != "dec", steps))
+
+
+class _Lowering:
+    """Replaces steps on plain values by an encode of raw frames, their exchange, and a decode."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._steps, self._buffers = program, list[Step](), list(program.buffers)
+        for step in program.steps:
+            if isinstance(step, Communicate) and not program.buffer(step.source).coded:
+                self._lower(step)
+            else:
+                self._steps.append(step)
+        self.program = replace(program, steps=tuple(self._steps), buffers=tuple(self._buffers))
+
+    def _lower(self, step: Communicate) -> None:
+        source, target, group = self._program.buffer(step.source), self._program.buffer(step.target), step.group
+        divide = isinstance(step, Summing) and step.divide
+        if isinstance(step, AllReduce):
+            part = replace(target, name=f"{target.name}.part", within=(*source.within, group))
+            self._buffers.append(part)
+            self._scatter(step, source, part, divide)
+            self._gather(step, part, target)
+        elif isinstance(step, ReduceScatter):
+            self._scatter(step, source, target, divide)
+        elif isinstance(step, Reduce):
+            sent = self._sent(source, over=())
+            came = replace(sent, name=f"{sent.name}.came", terms=(group,))
+            self._through(step.only, source, sent, Gather, group, came)
+            first = (*step.only, group)
+            self._steps.append(Decode(came.name, target.name, first, "cpu", source.name, divide))
+        elif isinstance(step, Broadcast):
+            sent = self._sent(source, over=())
+            came = replace(sent, name=f"{sent.name}.came")
+            self._steps.append(self._encode(source, sent, (*step.only, group)))
+            self._buffers.append(came)
+            self._steps.append(Broadcast(sent.name, came.name, step.only, group))
+            self._steps.append(Decode(came.name, target.name, step.only, "cpu", None, False))
+        else:
+            self._gather(step, source, target)
+
+    def _scatter(self, step: Communicate, source: Buffer, target: Buffer, divide: bool) -> None:
+        sent = self._sent(source, over=(step.group,))
+        came = replace(sent, name=f"{sent.name}.came", within=(*sent.within, step.group), over=(), terms=(step.group,))
+        self._through(step.only, source, sent, AllToAll, step.group, came)
+        self._steps.append(Decode(came.name, target.name, step.only, "cpu", source.name, divide))
+
+    def _gather(self, step: Communicate, source: Buffer, target: Buffer) -> None:
+        sent = self._sent(source, over=())
+        came = replace(sent, name=f"{sent.name}.came", within=sent.within[:-1], over=(step.group,))
+        self._steps.append(self._encode(source, sent, step.only))
+        self._buffers.append(came)
+        self._steps.append(AllGather(sent.name, came.name, step.only, step.group, True))
+        self._steps.append(Decode(came.name, target.name, step.only, "cpu", None, False))
+
+    def _through(
+        self, only: Groups, source: Buffer, sent: Buffer, kind: type[Communicate], group: str, came: Buffer
+    ) -> None:
+        self._steps.append(self._encode(source, sent, only))
+        self._buffers.append(came)
+        self._steps.append(kind(sent.name, came.name, only, group))
+
+    def _sent(self, source: Buffer, over: Groups) -> Buffer:
+        name = f"{source.name}.sent{len(self._buffers)}"
+        made = replace(source, name=name, coded=True, over=over, raw=True)
+        self._buffers.append(made)
+        return made
+
+    def _encode(self, source: Buffer, sent: Buffer, only: Groups) -> Encode:
+        return Encode(source.name, sent.name, only, "cpu", -1, 1, False)
