@@ -17,9 +17,9 @@ from ranks import TIMEOUT, run_ranks
 from gradzip.collectives import Channel, Outcome, open_channel
 from gradzip.errors import PeerError
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
+from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import Prepared, runner_of
-from gradzip.exchange.program import compile_route
 from gradzip.routes import NAMED, Route, tree
 
 FLAT = [name for name, route in NAMED.items() if not route.hierarchical]

@@ -16,9 +16,10 @@ from gradzip.collectives.terms import How
 from gradzip.collectives.topology import Topology
 from gradzip.errors import Unsupported
 from gradzip.exchange.coding import Coder, Message, MessageCodec, Raw, Values
+from gradzip.exchange.compiler import compile_route, lowered
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.parts import Table
-from gradzip.exchange.program import VALUES, Communicate, Encode, Hop, Program, Recode, compile_route
+from gradzip.exchange.program import VALUES, Communicate, Encode, Hop, Program, Recode
 from gradzip.routes import NAMED, Route, tree
 
 WORLD = HOSTS * LOCAL
@@ -234,10 +235,10 @@ def test_lowered_programs_give_the_same_bits(route: Route, dtype: torch.dtype) -
     sizes = [EVEN, 3, 700, 0, 1]
     gradients = [[gradient(n, seed=rank + i, dtype=dtype) for i, n in enumerate(sizes)] for rank in range(WORLD)]
     program = compiled(route, sizes, dtype=dtype)
-    lowered = program.lowered()
-    plain = {buffer.name for buffer in lowered.buffers if not buffer.coded}
-    assert not any(step.source in plain for step in lowered.steps if isinstance(step, Communicate))
-    for expected, result in zip(interpreted(program, gradients), interpreted(lowered, gradients)):
+    flat = lowered(program)
+    plain = {buffer.name for buffer in flat.buffers if not buffer.coded}
+    assert not any(step.source in plain for step in flat.steps if isinstance(step, Communicate))
+    for expected, result in zip(interpreted(program, gradients), interpreted(flat, gradients)):
         assert all(same_bits(a, b) for a, b in zip(expected, result))
 
 

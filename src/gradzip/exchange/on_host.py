@@ -24,6 +24,7 @@ from ..collectives.gloo import Pending
 from ..collectives.message import Outcome
 from ..errors import CodecError, PeerError
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
+from .compiler import lowered
 from .parts import Table
 from .program import (
     VALUES,
@@ -67,7 +68,7 @@ class Prepared:
 
     def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
         self.program, self.codec = program, codec
-        self.chunks = [_Chunk(part) for part in program.lowered().chunked(chunk)]
+        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk)]
 
 
 class _Chunk:
