@@ -47,7 +47,11 @@ class Exchange:
         program = compile_route(codec.text, route, names, sizes, dtype, self.channel.topology, codec.codes_sums)
         return Prepared(program, codec, chunk=2000)
 
-    def run(self, messages: Sequence[tuple[Prepared, list[torch.Tensor]]]) -> Outcome:
+    def run(
+        self,
+        messages: Sequence[tuple[Prepared, list[torch.Tensor]]],
+        shapes: Sequence[Sequence[torch.Tensor | None]] | None = None,
+    ) -> Outcome:
         """Replaces tensors by their means; several messages at once."""
         outcomes, left = [Outcome()] * len(messages), threading.Semaphore(0)
         for number, (prepared, tensors) in enumerate(messages):
@@ -58,6 +62,7 @@ class Exchange:
 
             program = prepared.program
             message = Message(program.names, program.dtype, self.channel.rank, program.world, self.step)
+            message.shapes = shapes[number] if shapes else ()
             runner_of(self.channel).submit(prepared, Values(tensors), message, done)
         for _ in messages:
             assert left.acquire(timeout=60), "an exchange hangs"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -33,6 +33,15 @@ class Message:
     step: int = 0
     seed: int = 0  # equal on all ranks
     shapes: Sequence[torch.Tensor | None] = ()  # how coarse each value may be, an int8 each; none: all alike
+
+
+class Noisy(NamedTuple):
+    """What rounding at random adds to the means of a message."""
+
+    noise: float  # the sum of its squares that is to be expected
+    squares: float  # the sum of squares of the means
+    share: float  # how much of that the noise may be, on average over steps
+    coarser: int  # frames that were rounded more coarsely than that asks for, to fit their slots
 
 
 @dataclass
@@ -58,6 +67,10 @@ class Coder(ABC):
 
     def measure(self, values: Values) -> None:  # noqa: B027  # most need not
         """Sees the rank's own gradients, whole, before any of them is encoded."""
+
+    def noisy(self, values: Values) -> Noisy | None:
+        """What the codec added to the means, which are in `values`; None: it does not round at random."""
+        return None
 
     @abstractmethod
     def encode(

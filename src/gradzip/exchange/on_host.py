@@ -10,6 +10,7 @@ each are its bytes and a number that all ranks know: of the program, the step an
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..collectives.channel import Channel
+from ..collectives.finite import all_finite
 from ..collectives.gloo import Pending
 from ..collectives.message import Outcome
 from ..errors import CodecError, PeerError
@@ -103,15 +105,29 @@ class _Sent:
     left: int = 0  # chunks
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def report(self) -> None:
+        """Takes note of what came of the message, when the last chunk is through."""
+        outcome = self.outcome
+        outcome.collectives, outcome.values = 1, sum(self.prepared.program.sizes)
+        noisy = self.coder.noisy(self.values) if self.coder is not None else None
+        outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
+        if noisy is not None:
+            outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
+            outcome.allowed = noisy.share * noisy.squares
+
     def end(self, error: BaseException | None = None) -> None:
         """A chunk is through, or has failed; tells whoever waits for the message, once."""
         with self.lock:
             self.left = self.left - 1 if error is None or self.left <= 0 else 0
             last = self.left == 0
             self.left -= last
-            if last:
-                self.outcome.error = error
         if last:
+            try:
+                if error is None:
+                    self.report()
+            except Exception as reason:
+                error = reason
+            self.outcome.error = error
             self.done(self.outcome)
 
 
