@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..errors import Unsupported
 from .noise_tables import LENGTHS, REACHES, THRESHOLDS
 
+CODEC = 17  # its id in frames
 BLOCK = 8192  # values
 ROW = 128  # values; a lane holds 8 of them
 LANES = 16
@@ -112,6 +114,23 @@ class Part:
     start: int = 0  # index of the first value in its tensor
     key: int = 0  # see key_of
     offset: int = 0  # added to the draws: see offset_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one frame in a message."""
+
+    parts: Sequence[Part]
+    out: torch.Tensor  # uint8
+    poisoned: bool = False  # everything shall decode to NaN
+
+
+class Written(NamedTuple):
+    """A frame in its slot."""
+
+    size: int  # bytes, with the header
+    notch: int
+    poisoned: bool
 
 
 def key_of(seed: int, step: int, name: str, hop: str, index: int) -> int:
