@@ -17,7 +17,7 @@ from test_programs import compiled
 from gradzip.codecs.noise import Noise
 from gradzip.collectives.topology import Topology
 from gradzip.engines import noise_layout, reference_noise
-from gradzip.engines.noise_layout import Part
+from gradzip.engines.noise_layout import Measured, Part, Shapes, Statistics
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.noise import NoiseMessages
@@ -68,7 +68,7 @@ def interpret(
     codec = NoiseMessages(Noise(share))
     topology = Topology(0, tuple((rank,) for rank in range(world)))
     program = compiled(ALLTOALL, sizes, codec, topology, dtype=dtype)
-    messages = [Message(program.names, dtype, rank, world, STEP, SEED, shapes) for rank in range(world)]
+    messages = [Message(program.names, dtype, rank, world, STEP, SEED, Shapes(shapes)) for rank in range(world)]
     return Interpreter(program, codec, messages).run(gradients)
 
 
@@ -100,6 +100,17 @@ def test_tensors_that_are_zero_or_not_finite_arrive_as_such() -> None:
         )
     for result in interpret([[torch.zeros(2000)]] * 2, [None]):
         assert same_bits(result[0], torch.zeros(2000))
+
+
+def test_levels_of_many_tensors_are_those_of_each() -> None:
+    squares = [0.0, 0.0, 1e-300, 1e-80, 3.7, 1e70, math.inf, *np.exp(10 * np.random.default_rng(0).normal(size=200))]
+    weights = [(1 + 31 * i) << 20 for i in range(len(squares))]
+    finite = [i != 1 for i in range(len(squares))]
+    measured = Measured(np.array(squares), np.array(weights), np.array(finite))
+    for share, world in ((0.01, 4), (0.3, 2), (0.0001, 7)):
+        found = noise_layout.levels(measured, share, world)
+        each = [noise_layout.level(Statistics(*one), share, world) for one in zip(squares, weights, finite)]
+        assert same_bits(torch.from_numpy(found), torch.tensor(each))
 
 
 def test_noise_has_mean_zero_and_the_share_that_was_asked_for() -> None:

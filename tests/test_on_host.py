@@ -15,6 +15,7 @@ from exchanges import covering
 from ranks import TIMEOUT, run_ranks
 
 from gradzip.collectives import Channel, Outcome, open_channel
+from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
@@ -62,7 +63,7 @@ class Exchange:
 
             program = prepared.program
             message = Message(program.names, program.dtype, self.channel.rank, program.world, self.step)
-            message.shapes = shapes[number] if shapes else ()
+            message.shapes = Shapes(shapes[number]) if shapes else None
             runner_of(self.channel).submit(prepared, Values(tensors), message, done)
         for _ in messages:
             assert left.acquire(timeout=60), "an exchange hangs"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..errors import Corrupt, Truncated, Unsupported
 from . import native
-from .noise_layout import Part, Slot, Statistics, Written, blocks_offset
+from .noise_layout import Measured, PackedParts, Part, Slot, Statistics, Written, blocks_offset
 
 NAME = "native"
 
@@ -46,8 +47,7 @@ class _Part(ctypes.Structure):
     ]
 
 
-class _Statistics(ctypes.Structure):
-    _fields_ = [("squares", ctypes.c_double), ("weights", ctypes.c_int64), ("finite", ctypes.c_int32)]
+_STATISTICS = np.dtype([("squares", "<f8"), ("weights", "<i8"), ("finite", "<i4"), ("padding", "<i4")])
 
 
 class _Frame(ctypes.Structure):
@@ -109,9 +109,14 @@ def statistics(x: torch.Tensor, shape: torch.Tensor | None = None) -> Statistics
 
 def statistics_of(parts: Sequence[Part]) -> list[Statistics]:
     """Of many tensors, each of them one whole part."""
-    out = (_Statistics * len(parts))()
-    _checked(_library.gz_noise_statistics_of(_parts(parts), len(parts), out, native.threads()))
-    return [Statistics(one.squares, one.weights, bool(one.finite)) for one in out]
+    return [Statistics(a, b, c) for a, b, c in zip(*(column.tolist() for column in measure(parts)))]
+
+
+def measure(parts: Sequence[Part]) -> Measured:
+    """The same as arrays."""
+    out = np.zeros(len(parts), _STATISTICS)
+    _checked(_library.gz_noise_statistics_of(_parts(parts), len(parts), out.ctypes.data, native.threads()))
+    return Measured(out["squares"], out["weights"], out["finite"] != 0)
 
 
 def encode(
@@ -188,6 +193,8 @@ def _encode(slots: Sequence[Slot], step: int, digest: int, framed: bool) -> list
 
 
 def _parts(parts: Sequence[Part]) -> ctypes.Array[_Part]:
+    if isinstance(parts, PackedParts):
+        return (_Part * len(parts)).from_buffer(parts.array.data) if len(parts) else (_Part * 0)()
     packed = (_Part * len(parts))()
     for number, part in enumerate(parts):
         shape = None if part.shape is None else part.shape.data_ptr()

@@ -41,6 +41,7 @@ from .noise_layout import (
     SMALLEST_LEVEL,
     WIDE,
     WIDE_MOST,
+    Measured,
     Part,
     Slot,
     Statistics,
@@ -76,6 +77,14 @@ def statistics(x: torch.Tensor, shape: torch.Tensor | None = None) -> Statistics
     squares = np.where(finite, values, 0).astype(np.float64) ** 2
     weights = values.size << 24 if shape is None else sum(1 << 2 * (int(d) - DEEPEST) for d in shape.tolist())
     return Statistics(_ordered_sum(squares), weights, bool(finite.all()))
+
+
+def measure(parts: Sequence[Part]) -> Measured:
+    """Of many tensors, each of them one whole part."""
+    found = [statistics(part.values, part.shape) for part in parts]
+    squares = np.array([one.squares for one in found], np.float64)
+    weights = np.array([one.weights for one in found], np.int64)
+    return Measured(squares, weights, np.array([one.finite for one in found], np.bool_))
 
 
 def _ordered_sum(terms: npt.NDArray[np.float64]) -> float:

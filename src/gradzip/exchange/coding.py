@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..codecs.base import wide
+from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
 from .parts import Table
 from .program import Hop
@@ -32,7 +33,7 @@ class Message:
     world: int = 1
     step: int = 0
     seed: int = 0  # equal on all ranks
-    shapes: Sequence[torch.Tensor | None] = ()  # how coarse each value may be, an int8 each; none: all alike
+    shapes: Shapes | None = None  # how coarse each value may be, an int8 each; None: all alike
 
 
 class Noisy(NamedTuple):
@@ -49,6 +50,7 @@ class Values:
     """The tensors of a message, flat; with views of their parts, which are made once for each table."""
 
     tensors: Sequence[torch.Tensor]
+    kept: dict[object, Any] = field(default_factory=dict)  # what coders keep about them from step to step
     _views: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
