@@ -40,7 +40,7 @@ class Noisy(NamedTuple):
     """What rounding at random adds to the means of a message."""
 
     noise: float  # the sum of its squares that is to be expected
-    squares: float  # the sum of squares of the means
+    squares: float  # the sum of squares of the means; NaN if one of them is not finite
     share: float  # how much of that the noise may be, on average over steps
     coarser: int  # frames that were rounded more coarsely than that asks for, to fit their slots
 

@@ -6,6 +6,7 @@ a level that follows from those of all ranks, which the frames bring along. docs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,6 +50,7 @@ class _NoiseCoder(Coder):
         self._levels = np.zeros(len(message.names), np.float32)  # of its tensors
         self._weights = np.zeros(len(message.names))  # sum of 4^d of each tensor
         self._level_of_sum = np.zeros(len(message.names))
+        self._whole = Table.of([], [], [1])  # whole tensors, for one owner
         self._coarser = 0
         self._offset = noise_layout.offset_of(message.rank, message.world)
         self._keys = {hop: self._drawn(hop) for hop in ("own", "sum")}
@@ -61,9 +63,9 @@ class _NoiseCoder(Coder):
         self._own = _in_float32(values)
         if "whole" not in values.kept:
             values.kept["whole"] = Table.of(self.message.names, [tensor.numel() for tensor in values.tensors], [1])
-        table: Table = values.kept["whole"]
-        found = self._engine.measure(self._parts(self._own, table, 0, "whole"))
-        filled = table.columns().tensor  # empty tensors are in no table
+        self._whole = values.kept["whole"]
+        found = self._engine.measure(self._parts(self._own, self._whole, 0, "whole"))
+        filled = self._whole.columns().tensor  # empty tensors are in no table
         self._weights[filled] = found.weights / 4.0**12
         self._levels[filled] = noise_layout.levels(found, self._share, self.message.world)
 
@@ -110,9 +112,10 @@ class _NoiseCoder(Coder):
     def noisy(self, values: Values) -> Noisy:
         """The variance of a sum is a third of its level squared: half of that from own gradients, half from the sum."""
         noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
-        filled = [tensor for tensor in values.tensors if tensor.numel()]
-        norms = torch.stack(list(torch._foreach_norm(filled, dtype=torch.float64))) if filled else torch.zeros(1)
-        return Noisy(noise, float(norms.square().sum()), self._share, self._coarser)
+        # the engine's sum of squares takes a twentieth of the time of torch's norm in float64
+        found = self._engine.measure(self._parts(_in_float32(values), self._whole, 0, "whole"))
+        squares = float(found.squares.sum()) if found.finite.all() else math.nan
+        return Noisy(noise, squares, self._share, self._coarser)
 
     def _note_levels(self, table: Table, owner: int, frame: torch.Tensor) -> None:
         tensors, data = table.columns(owner).tensor, frame.numpy()[wire.HEADER_BYTES :]
