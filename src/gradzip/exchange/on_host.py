@@ -25,6 +25,7 @@ from ..collectives.finite import all_finite
 from ..collectives.gloo import Pending
 from ..collectives.message import Outcome
 from ..errors import CodecError, PeerError
+from ..spans import span
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
 from .compiler import lowered
 from .parts import Table
@@ -236,6 +237,9 @@ class _Run:
         self._raw = RAW.coder(sent.message)
         self._pending: Pending | None = None
         self._land: Callable[[], None] = lambda: None
+        self._arrived: Callable[[], None] = lambda: None
+        names = self._program.names
+        self._what = f"{self._program.codec} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
 
     def go_on(self) -> bool:
         """Up to the next exchange, which is started; True if there is none."""
@@ -243,7 +247,9 @@ class _Run:
             raise self._channel.error
         began = time.perf_counter()
         if self._pending is not None:
-            self._pending.wait()
+            with span("wire", self._what):
+                self._pending.wait()
+            self._arrived()
             self._land()
             self._pending = None
         arrived = time.perf_counter()
@@ -251,10 +257,10 @@ class _Run:
             self.sent.begin()
             self.sent.coder = self.sent.prepared.codec.coder(self.sent.message)
             self.sent.coder.measure(self.sent.values)
-        steps = self._chunk.stages[self._stage]
-        for step in steps:
-            if self._program.takes_part(self._rank, step):
-                self._do(step)
+        with span("code", self._what):
+            for step in self._chunk.stages[self._stage]:
+                if self._program.takes_part(self._rank, step):
+                    self._do(step)
         self._stage += 1
         over = self._stage == len(self._chunk.stages)
         if over:
@@ -373,6 +379,7 @@ class _Run:
         receives = [(members.ranks[peer], buffers[peer]) for peer in reversed(others) if peer in into]
         sends = [(members.ranks[peer], self._packed(out[peer])) for peer in others if peer in out]
         self._count(sends)
+        self._arrived = self._channel.watch.began_elsewhere(self._what)
         self._pending = self._channel.gloo.send(sends, receives, self._tag())
 
         def land() -> None:
@@ -421,9 +428,8 @@ class _Run:
             size, check = data[at : at + HEAD].view("<i8").tolist()
             if check != self._check or not 0 <= size <= bound:
                 raise PeerError(
-                    f"rank {source} sent something else than rank {self._rank} expects at step "
-                    f"{self.sent.message.step} of {self._program.names[0]!r} and {len(self._program.names) - 1} more "
-                    f"({self._program.codec}): use the same model, policy and gradzip on all ranks"
+                    f"rank {source} sent something else than rank {self._rank} expects, which is {self._what}: "
+                    "use the same model, policy and gradzip on all ranks"
                 )
             frames.append(Frame(buffer[at:], size))
             at += HEAD + _aligned(size)
