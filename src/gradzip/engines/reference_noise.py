@@ -78,6 +78,11 @@ def statistics(x: torch.Tensor, shape: torch.Tensor | None = None) -> Statistics
     return Statistics(_ordered_sum(squares), weights, bool(finite.all()))
 
 
+def statistics_of(parts: Sequence[Part]) -> list[Statistics]:
+    """Of many tensors, each of them one whole part."""
+    return [statistics(part.values, part.shape) for part in parts]
+
+
 def _ordered_sum(terms: npt.NDArray[np.float64]) -> float:
     """32 lanes, blocks of 4096, then the sums of the blocks in the same way."""
     while terms.size > 1:
