@@ -206,6 +206,98 @@ void check_frames(const Case& c, const std::vector<uint8_t>& frames, bool intact
     }
 }
 
+// --- Noise: a frame of a few parts, and the sum of two ---
+
+struct NoiseCase {
+    std::vector<std::vector<uint8_t>> values, shapes;  // of each part; an empty shape: none
+    std::vector<gz_noise_part> parts;                  // without addresses
+    std::vector<uint8_t> frame;
+    size_t offset = 0;
+    gz_noise_id id{7, 9};
+};
+
+// The parts of a case in buffers of their own.
+struct NoiseParts {
+    std::vector<Buffer> values, shapes;
+    std::vector<gz_noise_part> part;
+    explicit NoiseParts(const NoiseCase& c) : part(c.parts) {
+        for (size_t i = 0; i < part.size(); i++) {
+            values.emplace_back(c.values[i], c.offset);
+            shapes.emplace_back(c.shapes[i], c.offset);
+        }
+        for (size_t i = 0; i < part.size(); i++) {
+            part[i].values = reinterpret_cast<float*>(values[i].data);
+            part[i].shape = c.shapes[i].empty() ? nullptr : reinterpret_cast<const int8_t*>(shapes[i].data);
+        }
+    }
+    std::vector<uint8_t> all() const {
+        std::vector<uint8_t> bytes;
+        for (const Buffer& v : values) bytes.insert(bytes.end(), v.data, v.data + v.size);
+        return bytes;
+    }
+};
+
+[[noreturn]] void fail(const char* what, const NoiseCase& c, const std::string& isa, int64_t a = 0, int64_t b = 0) {
+    std::fprintf(stderr, "noise: %s: isa %s, %zu parts (%lld, %lld)\n", what, isa.c_str(), c.parts.size(), static_cast<long long>(a),
+                 static_cast<long long>(b));
+    std::abort();
+}
+
+// Float32 bit patterns, with all NaNs made one.
+std::vector<uint8_t> without_payloads(std::vector<uint8_t> bytes) {
+    for (size_t i = 0; i + 4 <= bytes.size(); i += 4) {
+        uint32_t u;
+        std::memcpy(&u, bytes.data() + i, 4);
+        if ((u & 0x7fffffff) > 0x7f800000) u = 0x7fc00000;
+        std::memcpy(bytes.data() + i, &u, 4);
+    }
+    return bytes;
+}
+
+std::vector<uint8_t> encode_noise(const NoiseCase& c, size_t slot) {
+    std::vector<uint8_t> first;
+    for (const std::string& isa : isas()) {
+        gz_set_isa(isa.c_str());
+        NoiseParts p(c);
+        Buffer out(slot ? slot : size_t(gz_noise_bound(p.part.data(), p.part.size())), c.offset);
+        gz_noise_frame frame{p.part.data(), p.part.size(), out.data, out.size, 1, 0, 0, 0};
+        if (int64_t code = gz_noise_encode(&frame, 1, c.id.step, c.id.digest, 1)) fail("encoding failed", c, isa, code);
+        std::vector<uint8_t> bytes = out.first(size_t(frame.size));
+        if (isa == isas()[0]) first = bytes;
+        if (bytes != first) fail("frames differ", c, isa, int64_t(bytes.size()), int64_t(first.size()));
+    }
+    return first;
+}
+
+void check_noise(const NoiseCase& c, const std::vector<uint8_t>& frame, bool add, bool sum, bool intact, Tally* tally) {
+    static const std::vector<std::string> names = isas();
+    Decoded first{}, first_sum{};
+    for (const std::string& isa : names) {
+        gz_set_isa(isa.c_str());
+        NoiseParts to(c);
+        Buffer in(frame, c.offset);
+        int64_t code = gz_noise_decode(in.data, in.size, 1, &c.id, to.part.data(), to.part.size(), add, add ? 1 : 3, 1);
+        if (intact && code) fail("a valid frame is refused", c, isa, code);
+        Decoded here{code, code ? std::vector<uint8_t>() : add ? without_payloads(to.all()) : to.all()};
+        if (isa == names[0]) first = here;
+        if (here.code != first.code) fail("one instruction set accepts what another refuses", c, isa, here.code, first.code);
+        if (here.values != first.values) fail("decoded values differ", c, isa);
+        if (!sum) continue;
+        NoiseParts own(c), sums(c);
+        Buffer out(size_t(gz_noise_bound(sums.part.data(), sums.part.size())), c.offset);
+        const gz_noise_term terms[2] = {{nullptr, 0, 1, own.part.data()}, {in.data, in.size, 1, nullptr}};
+        gz_noise_frame total{sums.part.data(), sums.part.size(), out.data, out.size, 1, 0, 0, 0};
+        uint64_t failed = 7;
+        code = gz_noise_reduce(terms, 2, &c.id, &total, c.id.step, c.id.digest, &failed);
+        if (code && failed != 1) fail("the wrong term is to blame", c, isa, code, int64_t(failed));
+        here = {code, out.first(code ? 0 : size_t(total.size))};
+        if (isa == names[0]) first_sum = here;
+        if (here.code != first_sum.code || here.values != first_sum.values) fail("sums differ", c, isa, here.code, first_sum.code);
+    }
+    tally->payloads++;
+    tally->accepted += !first.code;
+}
+
 #if !defined(GRADZIP_LIBFUZZER)  // libFuzzer makes and damages its cases itself
 
 // The table of sizes and the headers are hit as often as the rest.
@@ -442,6 +534,62 @@ std::vector<uint8_t> damaged(const Case& c, const std::vector<uint8_t>& other, R
     return body;
 }
 
+// --- Noise ---
+
+NoiseCase make_noise(Random& random) {
+    NoiseCase c;
+    c.offset = random.chance(20) ? random.below(64) : 0;
+    const int count = random.range(1, 3);
+    for (int i = 0; i < count; i++) {
+        const uint64_t kind = random.below(100);
+        const uint64_t n = kind < 10 ? random.below(3) * 8192 + random.below(300) : kind < 50 ? random.below(900) : random.below(100);
+        const int center = random.range(1, 254);
+        c.values.push_back(make_values(random, n, GZ_FLOAT32, center));
+        c.shapes.emplace_back();
+        if (random.chance(40))
+            for (uint64_t j = 0; j < n; j++) c.shapes.back().push_back(uint8_t(-random.range(0, 12)));
+        const int exponent = std::clamp(center - random.range(-4, 9), 1, 254);  // around the values, so that all classes occur
+        uint32_t level = random.chance(5) ? (random.chance(50) ? 0 : 0x7fc00000) : uint32_t(exponent) << 23 | uint32_t(random.below(1 << 23));
+        gz_noise_part part{nullptr, n, nullptr, random.chance(50) ? 0 : 65500 + random.below(100), random.bits(), uint32_t(random.bits()), 0};
+        std::memcpy(&part.level, &level, 4);
+        c.parts.push_back(part);
+    }
+    c.frame = encode_noise(c, 0);
+    const size_t least = 24 + 16 + 4 * c.parts.size() + 32;  // room for the index of up to 16 blocks
+    encode_noise(c, least + random.below(c.frame.size()));
+    return c;
+}
+
+std::vector<uint8_t> damaged_noise(const NoiseCase& c, const std::vector<uint8_t>& other, Random& random) {
+    std::vector<uint8_t> frame = c.frame;
+    const size_t blocks = 24 + 16 + 4 * c.parts.size() + 4;
+    for (int times = 1 + int(random.below(3)); times > 0 && !frame.empty(); times--) {
+        const size_t anywhere = random.below(frame.size());
+        switch (random.below(9)) {
+            case 0: frame.resize(anywhere); break;
+            case 1: frame.resize(frame.size() + 1 + random.below(50), uint8_t(random.bits())); break;
+            case 2: frame[random.below(std::min<size_t>(frame.size(), 48))] ^= uint8_t(1 << random.below(8)); break;
+            case 3:  // the first block's head, mask and lengths
+            case 4:
+                frame[std::min(frame.size() - 1, blocks + random.below(24))] ^= uint8_t(1 << random.below(8));
+                break;
+            case 5: frame[anywhere] = uint8_t(random.bits()); break;
+            case 6:  // splice
+                if (!other.empty()) {
+                    const size_t from = random.below(other.size());
+                    const size_t length = std::min({frame.size() - anywhere, other.size() - from, size_t(1 + random.below(200))});
+                    std::copy_n(other.begin() + long(from), length, frame.begin() + long(anywhere));
+                }
+                break;
+            case 7:  // the lists at the end
+                frame[frame.size() - 1 - random.below(std::min<size_t>(frame.size(), 12))] ^= uint8_t(1 << random.below(8));
+                break;
+            default: frame[anywhere] ^= uint8_t(1 << random.below(8));
+        }
+    }
+    return frame;
+}
+
 #endif
 }  // namespace
 
@@ -481,10 +629,25 @@ int main(int count, char** arguments) {
         for (int i = 0; i < per_case / 5; i++) check_frames(c, damaged_frames(frames, random), false);
         other = c.body;
     }
+    Tally noise;
+    uint64_t noise_cases = 0;
+    other.clear();
+    while (noise.payloads < payloads) {
+        const NoiseCase c = make_noise(random);
+        noise_cases++;
+        Tally whole;
+        check_noise(c, c.frame, false, true, true, &whole);
+        for (int i = 0; i < per_case && noise.payloads < payloads; i++)
+            check_noise(c, damaged_noise(c, other, random), random.chance(30), random.chance(20), false, &noise);
+        other = c.frame;
+    }
     std::printf("%llu damaged payloads of %llu bodies, each decoded by %s: %llu refused, %llu decoded, no fault\n",
                 static_cast<unsigned long long>(tally.payloads), static_cast<unsigned long long>(cases), gz_available_isas(),
                 static_cast<unsigned long long>(tally.payloads - tally.accepted),
                 static_cast<unsigned long long>(tally.accepted));
+    std::printf("%llu damaged frames of %llu cases of noise: %llu refused, %llu decoded, no fault\n",
+                static_cast<unsigned long long>(noise.payloads), static_cast<unsigned long long>(noise_cases),
+                static_cast<unsigned long long>(noise.payloads - noise.accepted), static_cast<unsigned long long>(noise.accepted));
 }
 
 #endif

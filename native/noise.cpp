@@ -49,6 +49,11 @@ const Table& table(int number) {
 
 namespace {
 
+namespace any {  // for the few values that no instruction set takes
+#include "noise_plain.h"
+}  // namespace any
+using any::rounded;
+
 constexpr uint64_t kHeader = 24;  // of a frame without a checksum
 constexpr int kCodec = 17, kVersion = 0;
 
@@ -210,7 +215,7 @@ uint8_t* put_frame(Work& w, int number, bool masked, uint8_t* planes_end) {
 // Encodes the block whose integers are in work.q, `count` of them, into work.block. fill_wide puts the same integers as
 // floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
 template <typename FillWide>
-int encode_block(Work& w, int count, const Kernels* use, FillWide fill_wide) {
+int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, FillWide fill_wide) {
     const int total = (count + kRow - 1) / kRow;
     uint64_t coded;
     uint64_t sum = use->scan(w.q, total, &coded);
@@ -237,7 +242,7 @@ int encode_block(Work& w, int count, const Kernels* use, FillWide fill_wide) {
         const int low = low_bits(number);
         const Table& code = table(table_of(number));
         const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
-        use->encode_lanes(w.pairs, rows, code, w);
+        use->encode_lanes(w.pairs, rows, code, ahead, w);
         to = put_frame(w, number, masked, planes + rows * low * (kRow / 8));
         if (escapes) {
             const int half = 1 << low >> 1;
@@ -286,7 +291,7 @@ int encode_block(Work& w, int count, const Kernels* use, FillWide fill_wide) {
             w.pairs[i / 2] = uint8_t(i % 2 ? w.pairs[i / 2] | digit << 4 : digit);
             w.used[i] = int8_t(h);
         }
-        use->encode_lanes(w.pairs, rows, table(table_of(number)), w);
+        use->encode_lanes(w.pairs, rows, table(table_of(number)), ahead, w);
         to = put_frame(w, number, masked, planes + rows * low * (kRow / 8));
         put_lists(w, rows, w.used, to, giants);
     }
@@ -309,7 +314,7 @@ struct Block {
 };
 
 // Reads a block of `count` values into work.q and work.giants, or into work.wide. kOverrun bytes behind it are readable.
-Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const Kernels* use) {
+Block decode_block(const uint8_t* data, uint64_t size, int count, const Ahead& ahead, Work& w, const Kernels* use) {
     w.giant_count = 0;
     if (size == 0) return {kZeros, 0};
     if (size < kBlockHead) return {kBad, GZ_NOISE_BLOCK};
@@ -345,7 +350,7 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const
         place += uint64_t(length[j]);
     }
     uint64_t bits[kLanes];
-    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits);
+    use->decode_lanes(lane, rows, table(table_of(number)), ahead, w.entries, bits);
     for (int j = 0; j < kLanes; j++)
         if ((bits[j] + 7) / 8 != uint64_t(length[j])) return {kBad, GZ_NOISE_LANES};
     const int reach = kReaches[table_of(number)], half = 1 << low >> 1;
@@ -426,19 +431,6 @@ Rounding rounding_of(const gz_noise_part& part, float level, uint64_t first) {
             part.shape ? part.shape + first : nullptr};
 }
 
-float round_one(const uint8_t* x, int i, const Rounding& how) {
-    // As in noise_plain.h; compiled once for any processor.
-    float t = value_at<float>(x, i) * how.scale;
-    if (how.shape) t *= as_float(uint32_t(127 - how.shape[i]) << 23);
-    const float k = std::floor(t);
-    uint32_t h = (how.first + uint32_t(i)) ^ how.key;
-    h = (h ^ h >> 16) * 0x7feb352du;
-    h = (h ^ h >> 15) * 0x846ca68bu;
-    h = ((h ^ h >> 16) + how.add) >> 8;
-    const float q = (t - k) * 16777216.0f >= float(int32_t(16777216u - h)) ? k + 1.0f : k;
-    return q == 0 ? 0.0f : q;
-}
-
 void write_head(uint8_t* out, uint64_t parts, int notch, bool poisoned, uint32_t step, uint32_t digest) {
     store32(out, uint32_t(parts));
     store16(out + 4, unsigned(notch));
@@ -471,13 +463,18 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
             done = span.at + span.n;
         });
         std::memset(w.q + done, 0, size_t((count + kRow - 1) / kRow * kRow - done));
-        const int size = encode_block(w, count, use, [&] {
+        Ahead ahead{};
+        if (block + 1 < blocks)  // where one part fills the next block
+            places.spans(parts, block + 1, [&](const Span& span) {
+                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4, false};
+            });
+        const int size = encode_block(w, count, use, ahead, [&] {
             std::fill(w.wide, w.wide + count, 0.0f);
             places.spans(parts, block, [&](const Span& span) {
                 const Rounding how = rounding_of(parts[span.part], coarser(levels[span.part], notch), span.first);
                 const uint8_t* x = fetch(span, w);
                 if (how.scale != 0)
-                    for (int i = 0; i < span.n; i++) w.wide[span.at + i] = round_one(x, i, how);
+                    for (int i = 0; i < span.n; i++) w.wide[span.at + i] = rounded(value_at<float>(x, i), how, uint32_t(i));
             });
         });
         if (uint64_t(size) > room - at) return -1;
@@ -600,7 +597,7 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
             std::memset(w.block + size, 0, kOverrun);
             data = w.block;
         }
-        form = decode_block(data, size, places.count(block), w, use);
+        form = decode_block(data, size, places.count(block), Ahead{}, w, use);
         if (form.form == kBad) return form.error;
         if (form.form == kZeros && delivery == kAdd) std::memset(w.q, 0, sizeof w.q);
     }
@@ -698,15 +695,7 @@ void statistics_of(const gz_noise_part& part, gz_noise_statistics* out, int thre
     });
     out->squares = ordered_sum(std::move(sums));
     out->finite = std::all_of(finite.begin(), finite.end(), [](int f) { return f != 0; });
-    out->weights = int64_t(part.n) << 24;
-    if (!part.shape) return;
-    out->weights = 0;
-    for (uint64_t i = 0; i < part.n;) {  // 128 weights of up to 2^24 fit 32 bits
-        uint32_t sum = 0;
-        const uint64_t end = std::min(part.n, i + 128);
-        for (; i < end; i++) sum += 1u << (2 * (std::max(-12, std::min<int>(part.shape[i], 0)) + 12));
-        out->weights += sum;
-    }
+    out->weights = part.shape ? int64_t(use->weights(part.shape, part.n)) : int64_t(part.n) << 24;
 }
 
 }  // namespace

@@ -74,6 +74,21 @@ struct alignas(64) Work {
     uint8_t block[kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun];
 };
 
+// Memory that is needed soon, fetched into the cache while lanes are coded: the memory would be idle otherwise.
+struct Ahead {
+    const uint8_t* from;  // NULL: nothing
+    int step;             // bytes with every row of a lane; a multiple of 64
+    bool write;
+    inline void fetch(int row) const {
+        if (!from) return;
+        const uint8_t* at = from + row * step;
+        for (int i = 0; i < step; i += 64) {
+            if (write) __builtin_prefetch(at + i, 1, 3);
+            else __builtin_prefetch(at + i, 0, 2);
+        }
+    }
+};
+
 enum Delivery { kPut, kAdd, kDivide };
 
 // Where decoded values go.
@@ -91,15 +106,18 @@ struct Kernels {
     const char* name;
     // The sum of the squares of up to kSumBlock values in their order; NaN or infinite if a value is.
     double (*squares)(const uint8_t* x, int n);
+    // The sum of 4^(d + 12) over a shape.
+    uint64_t (*weights)(const int8_t* shape, uint64_t n);
     // Integers of n values; giants are noted with `at` as the number of the first value.
     void (*round)(const uint8_t* x, int n, const Rounding& how, int at, Work& work);
     // The sum of magnitudes of whole rows, and which rows are not all 0.
     uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
     // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
-    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
+    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used.
-    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
+                         uint64_t* bits);
     bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
     void (*deliver)(const int8_t* q, int n, const Target& target);
 };

@@ -29,6 +29,25 @@ double squares(const uint8_t* x, int n) {
     return last[0];
 }
 
+uint64_t weights(const int8_t* shape, uint64_t n) {
+    // Byte b of 4^j for j = 0 to 12, which is what a shape plus 12 looks up.
+    const __m512i table[4] = {_mm512_broadcast_i32x4(_mm_setr_epi8(1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0)),
+                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0)),
+                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))};
+    const __m512i zero = _mm512_setzero_si512(), deepest = _mm512_set1_epi8(-12);
+    __m512i sum[4] = {zero, zero, zero, zero};
+    uint64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        const __m512i d = _mm512_min_epi8(_mm512_max_epi8(_mm512_loadu_si512(shape + i), deepest), zero);
+        const __m512i j = _mm512_sub_epi8(d, deepest);
+        for (int b = 0; b < 4; b++) sum[b] = _mm512_add_epi64(sum[b], _mm512_sad_epu8(_mm512_shuffle_epi8(table[b], j), zero));
+    }
+    uint64_t total = weights_plain(shape + i, n - i);
+    for (int b = 0; b < 4; b++) total += uint64_t(_mm512_reduce_add_epi64(sum[b])) << (8 * b);
+    return total;
+}
+
 inline __m512 powers(const int8_t* shape, int sign) {  // 2^(sign * shape) of 16 values
     const __m512i d = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape)));
     const __m512i e = sign < 0 ? _mm512_sub_epi32(_mm512_set1_epi32(127), d) : _mm512_add_epi32(_mm512_set1_epi32(127), d);
@@ -155,7 +174,7 @@ struct Writers {
 };
 
 // Lane 2j is element j of the first writers, lane 2j + 1 of the second. A row is one register of pairs, four to a lane.
-void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work) {
+void encode_lanes(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work) {
     __m512i low[4], high[4];
     for (int j = 0; j < 4; j++) {
         low[j] = _mm512_loadu_si512(table.low + 64 * j);
@@ -167,6 +186,7 @@ void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work
     Writers odd{_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_load_si512(start[1])};
     const __m512i low16 = _mm512_set1_epi32(0xffff), low32 = _mm512_set1_epi64(0xffffffff);
     for (int r = 0; r < rows; r++) {
+        ahead.fetch(r);
         const __m512i four = _mm512_loadu_si512(pairs + r * (kRow / 2));
         const __mmask64 upper = _mm512_movepi8_mask(four);
         const __m512i a = look_up(low, four, upper), b = look_up(high, four, upper);
@@ -263,7 +283,7 @@ void deliver(const int8_t* q, int n, const Target& target) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::squares, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
+    static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
                                  avx512::decode_lanes_by<8>, avx512::unpack, avx512::deliver};
     return &kernels;
 }

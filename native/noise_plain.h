@@ -14,11 +14,17 @@ inline float power_of_two(int exponent) {  // -126 to 127
     return value;
 }
 
+inline float floor_of(float t) {  // std::floor, which is a call where the base instruction set has none
+    if (!(std::fabs(t) < 8388608.0f)) return t;
+    const float whole = float(int32_t(t));
+    return whole > t ? whole - 1.0f : whole;
+}
+
 // The integer of one value as a float, which holds all of them.
 inline float rounded(float x, const Rounding& how, uint32_t number) {
     float t = x * how.scale;
     if (how.shape) t *= power_of_two(-how.shape[number]);
-    const float k = std::floor(t);
+    const float k = floor_of(t);
     const float above = (t - k) * 16777216.0f;
     const uint32_t draw = (mix((how.first + number) ^ how.key) + how.add) >> 8;
     // Only a finite t gets here with a number; 2^24 - draw is exact.
@@ -28,13 +34,23 @@ inline float rounded(float x, const Rounding& how, uint32_t number) {
 
 inline double squares_plain(const uint8_t* x, int n) {
     double lane[32] = {};
-    for (int i = 0; i < n; i++) {
-        const double value = value_at<float>(x, i);
-        lane[i % 32] += value * value;
+    for (int i = 0; i < n; i += 32) {
+        const int here = n - i < 32 ? n - i : 32;
+        for (int j = 0; j < here; j++) {
+            const double value = value_at<float>(x, i + j);
+            lane[j] += value * value;
+        }
     }
     for (int half = 16; half; half /= 2)
         for (int j = 0; j < half; j++) lane[j] += lane[j + half];
     return lane[0];
+}
+
+inline uint64_t weights_plain(const int8_t* shape, uint64_t n) {
+    uint64_t count[13] = {}, sum = 0;
+    for (uint64_t i = 0; i < n; i++) count[shape[i] < -12 ? 0 : shape[i] > 0 ? 12 : shape[i] + 12]++;
+    for (int j = 0; j < 13; j++) sum += count[j] << (2 * j);
+    return sum;
 }
 
 inline void round_plain(const uint8_t* x, int from, int n, const Rounding& how, int at, Work& work) {
@@ -58,37 +74,43 @@ inline uint64_t scan_plain(const int8_t* q, int rows, uint64_t* nonzero) {
     return total;
 }
 
+// Bit `bit` of eight bytes, that of the first byte lowest; and the same for 64 bytes.
+inline uint64_t bits_of(uint64_t bytes, int bit) {
+    return ((bytes >> bit & 0x0101010101010101u) * 0x0102040810204080u) >> 56;
+}
+inline uint64_t plane_of(const uint8_t* bytes, int bit) {
+    uint64_t plane = 0;
+    for (int i = 0; i < 8; i++) plane |= bits_of(load64(bytes + 8 * i), bit) << (8 * i);
+    return plane;
+}
+
 inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
     const int add = (1 << low >> 1) + (reach << low), most = ((2 * reach + 1) << low) - 1;
     uint64_t any = 0;
     for (int g = 0; g < 2 * rows; g++) {
-        uint64_t mask = 0, bits[3] = {};
-        for (int i = 0; i < 64; i += 2) {
-            uint8_t digit[2];
-            for (int j = 0; j < 2; j++) {
-                const int v = uint8_t(q[64 * g + i + j] + add);
-                const bool out = v > most;
-                digit[j] = out ? kEscape : uint8_t(v >> low);
-                mask |= uint64_t(out) << (i + j);
-                const int lows = q[64 * g + i + j] == kGiant ? 0 : v;
-                for (int b = 0; b < low; b++) bits[b] |= uint64_t(lows >> b & 1) << (i + j);
-            }
-            pairs[32 * g + i / 2] = uint8_t(digit[0] | digit[1] << 4);
+        uint8_t lows[64], digit[64], out[64];
+        for (int i = 0; i < 64; i++) {
+            const uint8_t v = uint8_t(q[64 * g + i] + add);
+            out[i] = v > most;
+            digit[i] = v > most ? uint8_t(kEscape) : uint8_t(v >> low);
+            lows[i] = q[64 * g + i] == kGiant ? uint8_t(0) : v;
         }
-        for (int b = 0; b < low; b++) store64(planes + (g / 2 * low + b) * 16 + g % 2 * 8, bits[b]);
-        escaped[g] = mask;
-        any |= mask;
+        for (int i = 0; i < 32; i++) pairs[32 * g + i] = uint8_t(digit[2 * i] | digit[2 * i + 1] << 4);
+        for (int b = 0; b < low; b++) store64(planes + (g / 2 * low + b) * 16 + g % 2 * 8, plane_of(lows, b));
+        escaped[g] = plane_of(out, 0);
+        any |= escaped[g];
     }
     return any != 0;
 }
 
 // N lanes at once, so that their latencies overlap.
 template <int N>
-inline void encode_some(const uint8_t* pairs, int rows, const Table& table, int first, Work& work) {
+inline void encode_some(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, int first, Work& work) {
     uint64_t held[N] = {}, bits[N] = {};
     uint8_t* to[N];
     for (int j = 0; j < N; j++) to[j] = work.lanes[first + j];
     for (int r = 0; r < rows; r++) {
+        if (first == 0) ahead.fetch(r);
         for (int j = 0; j < N; j++) {
             const uint8_t* four = pairs + r * (kRow / 2) + (first + j) * 4;
             uint64_t h = held[j], n = bits[j];  // of n only the low 6 bits count: codes are added to it as well
@@ -107,17 +129,19 @@ inline void encode_some(const uint8_t* pairs, int rows, const Table& table, int 
     for (int j = 0; j < N; j++) work.length[first + j] = int(to[j] - work.lanes[first + j]) + (bits[j] != 0);
 }
 
-inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& table, Work& work) {
-    for (int lane = 0; lane < kLanes; lane += 2) encode_some<2>(pairs, rows, table, lane, work);
+inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work) {
+    for (int lane = 0; lane < kLanes; lane += 2) encode_some<2>(pairs, rows, table, ahead, lane, work);
 }
 
 template <int N>
-inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
+inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
+                        uint64_t* bits) {
     uint64_t n[N] = {};
     const uint8_t* from[N];
     for (int j = 0; j < N; j++) from[j] = lane[j];
     for (int r = 0; r < rows; r++) {
         uint16_t* to = entries + r * (kRow / 2);
+        ahead.fetch(r);
         for (int j = 0; j < N; j++) {
             uint64_t w = load64(from[j] + (n[j] >> 3)) >> (n[j] & 7);
             uint32_t used = 0;
@@ -134,25 +158,31 @@ inline void decode_some(const uint8_t* const* lane, int rows, const Table& table
 }
 
 template <int N>
-inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
-    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j);
+inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
+                            uint64_t* bits) {
+    for (int j = 0; j < kLanes; j += N)
+        decode_some<N>(lane + j, rows, table, j ? Ahead{} : ahead, entries + 4 * j, bits + j);
 }
 
 inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const int less = (1 << low >> 1) + (reach << low);
     uint64_t any = 0;
     for (int g = 0; g < 2 * rows; g++) {
-        uint64_t mask = 0, bits[3] = {};
-        for (int b = 0; b < low; b++) bits[b] = load64(planes + (g / 2 * low + b) * 16 + g % 2 * 8);
-        for (int i = 0; i < 64; i++) {
-            const int digit = entries[32 * g + i / 2] >> (8 + i % 2 * 4) & 15;
-            int v = digit << low;
-            for (int b = 0; b < low; b++) v |= int(bits[b] >> i & 1) << b;
-            q[64 * g + i] = int8_t(v - less);
-            mask |= uint64_t(digit == kEscape) << i;
+        uint8_t digit[64], out[64], lows[64] = {};
+        for (int i = 0; i < 32; i++) {
+            digit[2 * i] = entries[32 * g + i] >> 8 & 15;
+            digit[2 * i + 1] = uint8_t(entries[32 * g + i] >> 12);
         }
-        escaped[g] = mask;
-        any |= mask;
+        for (int b = 0; b < low; b++) {
+            const uint8_t* plane = planes + (g / 2 * low + b) * 16 + g % 2 * 8;
+            for (int i = 0; i < 64; i++) lows[i] = uint8_t(lows[i] | (plane[i / 8] >> i % 8 & 1) << b);
+        }
+        for (int i = 0; i < 64; i++) {
+            q[64 * g + i] = int8_t((digit[i] << low | lows[i]) - less);
+            out[i] = digit[i] == kEscape;
+        }
+        escaped[g] = plane_of(out, 0);
+        any |= escaped[g];
     }
     return any != 0;
 }

@@ -83,7 +83,7 @@ def language_model() -> Iterator[Source]:
     sizes = [p.numel() for p in capture.ByteModel(capture.BENCH).parameters()]
     tensors = list(torch.split(snapshot.gradient, sizes))
     yield Source("transformer", [tensors], [None] * len(sizes))
-    shapes = [shape_of(v) for v in torch.split(snapshot.second, sizes)]
+    shapes = [noise_layout.shape_of(v) for v in torch.split(snapshot.second, sizes)]
     yield Source("transformer, shape", [tensors], list(shapes))
 
 
@@ -95,12 +95,6 @@ def convolutions() -> Iterator[Source]:
     ):
         if step == 100:
             yield Source("convolutions", [[p.grad.reshape(-1).clone() for p in model.parameters()]], [None] * 99)
-
-
-def shape_of(second: torch.Tensor) -> torch.Tensor:
-    """d of a second moment: half its exponent below the largest."""
-    half = (second.view(torch.int32) >> 23 & 255) >> 1
-    return (half - half.max()).clamp(min=noise_layout.DEEPEST).to(torch.int8)
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ class Sample:
     name: str
     values: torch.Tensor
     snapshot: Snapshot | None = None
+    sizes: tuple[int, ...] | None = None  # values of each parameter, one behind the other; None: it is one tensor
 
     @classmethod
-    def of(cls, snapshot: Snapshot, limit: int | None = None) -> Sample:
-        return cls(f"step {snapshot.step}", snapshot.gradient[:limit], snapshot)
+    def of(cls, snapshot: Snapshot, limit: int | None = None, sizes: tuple[int, ...] | None = None) -> Sample:
+        return cls(f"step {snapshot.step}", snapshot.gradient[:limit], snapshot, sizes)
 
     @classmethod
     def load(cls, path: Path, limit: int | None = None) -> Sample:
@@ -41,6 +42,11 @@ class Sample:
         if values.dtype != np.float32 or not values.size:
             raise Unsupported(f"{path} holds {values.size} x {values.dtype}; a gradient is float32 and not empty")
         return cls(path.name, torch.from_numpy(values.reshape(-1)[:limit].copy()))
+
+    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """`flat`, which has a number for each value, cut into parameters."""
+        ends = np.cumsum(self.sizes or (self.values.numel(),)).clip(max=self.values.numel())
+        return [flat[start:end] for start, end in zip([0, *ends], ends) if start < end]
 
     def floor(self, codec: Codec) -> torch.Tensor | Floor | None:
         """The floors (or reaches, in paper mode) that this codec needs for this gradient; None where it needs none."""

@@ -20,7 +20,7 @@ from .samples import append_csv, builtin, count
 from .table import Column, Commands, Row, add_json, command, number, show
 
 DEFAULT_CODECS = (
-    "gcomp:mode=lossless;gcomp:keep=7;gcomp:mode=paper;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
+    "noise;noise:share=0.1;gcomp:mode=lossless;gcomp:keep=7;gcomp:mode=paper;gcomp;gcomp:ulps=16;gcomp:ulps=256;gcomp:ulps=4096;gcomp:ulps=65536;"
     "cast:to=bf16;lz4;zstd;zlib"
 )
 
@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--input", type=Path, metavar="FILE", help="a gradient: .npy or raw float32, or a .pt snapshot")
     parser.add_argument("--values", type=count, metavar="N", help="use only the first N values")
     parser.add_argument("--codecs", metavar="A;B;C", help=f"what to measure (default: {DEFAULT_CODECS})")
-    parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp")
+    parser.add_argument("--engine", choices=engines.NAMES, help="force this engine for gcomp and noise")
     parser.add_argument("--isa", metavar="I", help="force this instruction set; `gradzip doctor` lists them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: GComp on the GPU, by size")
     parser.add_argument("--sizes", metavar="MIB", help="sizes for --device cuda, in MiB, as 4,16,1024")

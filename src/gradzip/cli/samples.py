@@ -20,7 +20,8 @@ def builtin(limit: int | None = None) -> Sample:
     with Bar(console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("training a model for its gradients, once", total=1.0, visible=False)
         snapshot = capture.cached(on_step=lambda p: bar.update(task, completed=p.fraction, visible=True))
-    return Sample.of(snapshot, limit)
+    sizes = tuple(p.numel() for p in capture.ByteModel(capture.BENCH).parameters())
+    return Sample.of(snapshot, limit, sizes)
 
 
 def append_csv(path: Path, rows: Sequence[Row]) -> None:

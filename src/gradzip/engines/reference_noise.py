@@ -79,9 +79,14 @@ def statistics(x: torch.Tensor, shape: torch.Tensor | None = None) -> Statistics
     return Statistics(_ordered_sum(squares), weights, bool(finite.all()))
 
 
-def measure(parts: Sequence[Part]) -> Measured:
+def statistics_of(parts: Sequence[Part]) -> list[Statistics]:
     """Of many tensors, each of them one whole part."""
-    found = [statistics(part.values, part.shape) for part in parts]
+    return [statistics(part.values, part.shape) for part in parts]
+
+
+def measure(parts: Sequence[Part]) -> Measured:
+    """The same as arrays."""
+    found = statistics_of(parts)
     squares = np.array([one.squares for one in found], np.float64)
     weights = np.array([one.weights for one in found], np.int64)
     return Measured(squares, weights, np.array([one.finite for one in found], np.bool_))
