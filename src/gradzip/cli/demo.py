@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -18,7 +19,8 @@ from .. import demo, emulate, report
 from ..bench.codec import measure
 from ..bench.sample import Sample
 from ..codecs import parse
-from ..demo.settings import SIZE, SNAPSHOT
+from ..demo import verdict
+from ..demo.settings import SIZE, SNAPSHOT, WORDS
 from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
 from ..planner.auto import SETTLING, TIMED
@@ -41,6 +43,7 @@ CODECS = (
 
 
 ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
+_CODING = "coding one gradient with each codec"
 _BUSY = 0.2  # of all processor time, taken by other programs
 _CROWDED = 0.6  # of a step: what is computed and coded then takes longer than on a real cluster
 
@@ -51,6 +54,7 @@ def _error(error: float) -> str:
 
 _CODEC_COLUMNS = (
     Column("codec", "codec"),
+    Column("words", "in words", wrap=True),
     Column("ratio", "ratio", number(2, "x"), right=True),
     Column("bits", "bits", number(2), right=True),
     Column("l2_error", "error of\nthe whole", _error, right=True),
@@ -89,20 +93,24 @@ def run(args: argparse.Namespace) -> int:
     settings = demo.Settings(args.seconds, args.steps, args.hosts, args.rate, obstacle is None)
     with tempfile.TemporaryDirectory(prefix="gradzip-demo-") as name:
         folder = Path(name)
-        with _progress(settings) as (tell, ready):
-            result = demo.run(folder, settings, tell, ready)
-        codecs, left_out = _codecs(folder)
+        with _progress(settings) as follow:
+            result = demo.run(folder, settings, follow.step, follow.hosts_are_up)
+            follow.coding()
+            codecs, left_out = _codecs(folder)
     title, notes = _words(settings, result, obstacle)
     shown = [*result.runs, *result.predicted]
-    lead = f"{title[0].upper()}{title[1:]}."
+    first = verdict.predicted(result.runs, result.predicted) if obstacle else [verdict.measured(result.runs, args.rate)]
+    lead = " ".join([*first, f"{title[0].upper()}{title[1:]}."])
     html = report.page(shown, title="gradzip demo", lead=lead, notes=notes, plan=result.plan, stories=result.stories)
     write(args.out, html)
     rows = summary(result.runs)
     if args.json:
         predicted = summary(result.predicted) if result.predicted else []
-        found = {"title": title, "rows": rows, "predicted": predicted, "codecs": codecs, "notes": [*notes, *left_out]}
-        print(json.dumps(found | {"report": str(args.out)}, indent=2))
+        found = {"verdict": first, "title": title, "rows": rows, "predicted": predicted, "codecs": codecs}
+        print(json.dumps(found | {"notes": [*notes, *left_out], "report": str(args.out)}, indent=2))
         return 0
+    for sentence in first:
+        console().print(f"{sentence}\n", markup=False, highlight=False, soft_wrap=True)
     _show(f"gradzip demo: {title}", rows, notes)
     for rate in dict.fromkeys(run.name.partition(", predicted at ")[2] for run in result.predicted):
         own = [run for run in result.predicted if run.name.endswith(f" {rate}")]
@@ -113,7 +121,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(title: str, rows: list[dict[str, str]], notes: list[str]) -> None:
-    columns = [Column(key, key, right=key != "run") for key in rows[0]]
+    texts = ("run", "in words")
+    columns = [
+        Column(key, key.replace(" at ", " at\n"), right=key not in texts, wrap=key == "in words") for key in rows[0]
+    ]
     show(title, columns, rows, notes)
 
 
@@ -133,7 +144,10 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
         )
     if stopped := {run.name: run.about["stopped"] for run in result.runs if "stopped" in run.about}:
         words = ", ".join(f"{name} after {count}" for name, count in stopped.items())
-        notes.append(f"this machine became slower, so these ended early, at a higher loss: {words} steps")
+        notes.append(
+            f"this machine became slower, so these runs ended early: {words} steps. "
+            f"Losses of all runs are compared at step {min(len(run.steps) for run in result.runs)}"
+        )
     if obstacle is None:
         if result.rates is not None:
             notes.insert(
@@ -166,24 +180,55 @@ def _codecs(folder: Path) -> tuple[list[Row], list[str]]:
     sample, rows, notes = Sample.load(folder / SNAPSHOT), [], []
     for spec in CODECS:
         try:
-            rows.append(row(measure(parse(spec), sample, rounds=3, patience=0.5)))
+            rows.append({"words": WORDS[spec], **row(measure(parse(spec), sample, rounds=3, patience=0.5))})
         except Unsupported as reason:
             notes.append(f"{spec} left out: {reason}")
     return rows, notes
 
 
+class _Follow(NamedTuple):
+    """What is called as the demo goes on."""
+
+    hosts_are_up: Callable[[Rates | None], None]
+    step: Callable[[demo.Progress], None]
+    coding: Callable[[], None]
+
+
 @contextmanager
-def _progress(
-    settings: demo.Settings,
-) -> Iterator[tuple[Callable[[demo.Progress], None], Callable[[Rates | None], None]]]:
-    """A bar for each run, on a terminal."""
+def _progress(settings: demo.Settings) -> Iterator[_Follow]:
+    """Shows how far the demo is, on stderr: a bar for each run on a terminal, elsewhere a line for each."""
+    with (_bars if sys.stderr.isatty() else _lines)(settings) as follow:
+        yield follow
+
+
+@contextmanager
+def _lines(settings: demo.Settings) -> Iterator[_Follow]:
+    seen: list[str] = []
+
+    def say(text: str) -> None:
+        print(f"gradzip demo: {text}", file=sys.stderr, flush=True)
+
+    def ready(rates: Rates | None) -> None:
+        say("timing plain steps" + ("" if rates is None else f", {format_rate(rates.one_flow)} between hosts"))
+
+    def tell(now: demo.Progress) -> None:
+        if now.run not in seen:
+            seen.append(now.run)
+            say(f"run {len(seen)} of {len(settings.policies)}: {now.run}, {now.steps} steps")
+
+    say(f"starting {settings.hosts} hosts")
+    yield _Follow(ready, tell, lambda: say(_CODING))
+
+
+@contextmanager
+def _bars(settings: demo.Settings) -> Iterator[_Follow]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=16),
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with Bar(*columns, console=console(stderr=True)) as bar:
         starting = bar.add_task("starting the hosts", total=None, now="")
         tasks: dict[str, int] = {}
 
@@ -196,8 +241,14 @@ def _progress(
             if now.run not in tasks:
                 for ended in bar.tasks:  # also one that was cut short: its clock stops
                     bar.stop_task(ended.id)
-                tasks[now.run] = bar.add_task(now.run, total=now.steps, now="")
+                name = f"{len(tasks) + 1}/{len(settings.policies)} {now.run}"
+                tasks[now.run] = bar.add_task(name, total=now.steps, now="")
             text = f"{now.step}/{now.steps}  {now.step_ms:.0f} ms  loss {now.loss:.2f}"
             bar.update(tasks[now.run], completed=now.step, now=text)  # type: ignore[arg-type]
 
-        yield tell, ready
+        def coding() -> None:
+            for ended in bar.tasks:
+                bar.stop_task(ended.id)
+            bar.add_task(_CODING, total=None, now="")
+
+        yield _Follow(ready, tell, coding)

@@ -141,9 +141,9 @@ class Run:
         values = [s[column] for s in self.steps if _number(s.get(column))]
         return float(values[-1]) if values else None
 
-    def final_loss(self, share: float = 0.1) -> float | None:
-        """The mean over the last steps: one batch alone says little."""
-        losses = [y for _, y in self.series("step", "loss")]
+    def final_loss(self, share: float = 0.1, until: float = math.inf) -> float | None:
+        """The mean over the last steps up to `until`: one batch alone says little."""
+        losses = [y for step, y in self.series("step", "loss") if step <= until]
         count = max(1, round(share * len(losses)))
         return statistics.fmean(losses[-count:]) if losses else None
 
@@ -160,6 +160,11 @@ class Run:
         coding = self.per_step("coding_seconds") or self._described("coding_seconds") or 0.0
         coding = min(coding, step - compute)
         return {"compute": compute, "coding": coding, "wire": step - compute - coding}
+
+
+def last_common_step(runs: Iterable[Run]) -> float | None:
+    """The last step that every run with losses has reached: where their losses can be compared."""
+    return min((points[-1][0] for run in runs if (points := run.series("step", "loss"))), default=None)
 
 
 def read(paths: Iterable[str | Path]) -> list[Run]:
