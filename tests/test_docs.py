@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
+import importlib
 import json
 import os
 import re
@@ -191,6 +193,18 @@ PYTHON = [(page, block) for page in PAGES for block in blocks(page) if block.lan
 @pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda x: _name(x) if isinstance(x, Path) else str(x.line))
 def test_python_blocks_compile(page: Path, block: Block) -> None:
     compile(block.text.replace("…", "..."), f"{_name(page)}, line {block.line}", "exec")
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda x: _name(x) if isinstance(x, Path) else str(x.line))
+def test_names_that_are_imported_from_gradzip_exist(page: Path, block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text.replace("…", "..."))):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("gradzip"):
+            continue
+        if (node.module or "").startswith("gradzip.integrations."):
+            pytest.importorskip("gradzip.integrations")
+            pytest.importorskip((node.module or "").rpartition(".")[2])  # the package that it is for
+        module = importlib.import_module(node.module or "")
+        assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 SCRIPTS = [(page, block) for page, block in PYTHON if block.runnable]
