@@ -139,6 +139,17 @@ def test_auto_says_when_it_had_too_few_steps() -> None:
     assert launch._chosen(said, 40) == "chose, from step 15 on: gcomp; measured 3 ms a step: the plan stays"
 
 
+def test_noise_is_called_noise() -> None:
+    """Where auto stayed with plain averaging its speed says nothing about compression."""
+    runs = [_run(PLAIN, 200, [3.0] * 9), _run("auto", 220, [3.0] * 9)]
+    for run in runs:
+        run.about["processor_seconds"] = 0.0
+    for said, noted in (("plain averaging: no gain", True), ("gcomp, expected 150 ms", False)):
+        runs[1].about["words"] = launch._chosen([f"auto: from step 15 on: {said}"], 40)
+        _, notes = _words(demo.Settings(), demo.Result(runs, [], None), None)
+        assert any("auto sent what plain DDP sends: that its steps took 10 % more" in note for note in notes) == noted
+
+
 def test_every_codec_of_the_demo_has_words() -> None:
     assert set(POLICIES) <= set(WORDS)
     assert set(CODECS) <= set(WORDS)

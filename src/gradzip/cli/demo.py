@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,8 @@ from .. import demo, emulate, report
 from ..bench.codec import measure
 from ..bench.sample import Sample
 from ..codecs import parse
-from ..demo import verdict
-from ..demo.settings import SIZE, SNAPSHOT, WORDS
+from ..demo import launch, verdict
+from ..demo.settings import AUTO, PLAIN, SIZE, SNAPSHOT, WORDS
 from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
 from ..planner.auto import SETTLING, TIMED
@@ -45,6 +46,7 @@ CODECS = (
 ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
 _CODING = "coding one gradient with each codec"
 _BUSY = 0.2  # of all processor time, taken by other programs
+_NOTABLE = 0.02  # of a step
 _CROWDED = 0.6  # of a step: what is computed and coded then takes longer than on a real cluster
 
 
@@ -121,11 +123,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(title: str, rows: list[dict[str, str]], notes: list[str]) -> None:
-    texts = ("run", "in words")
     columns = [
-        Column(key, key.replace(" at ", " at\n"), right=key not in texts, wrap=key == "in words") for key in rows[0]
+        Column(key, key, _fold, wrap=True)
+        if key == "in words"
+        else Column(key, key.replace(" at ", " at\n"), right=key != "run")
+        for key in rows[0]
     ]
     show(title, columns, rows, notes)
+
+
+def _fold(words: str) -> str:
+    """In lines of a width that fits into logs, too."""
+    return textwrap.fill(words, 44)
 
 
 def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -> tuple[str, list[str]]:
@@ -137,6 +146,7 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
     notes = list(result.notes)
     if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
         notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
+    notes += _noise(result)
     if result.elsewhere > _BUSY:
         notes.append(
             f"other programs took {100 * result.elsewhere:.0f} % of this machine's processor time: steps took longer "
@@ -160,6 +170,20 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
         notes.insert(0, obstacle)
     notes.append(f"to measure instead of predicting: gradzip demo --rate {settings.rate}, with root or user namespaces")
     return f"{model}, {steps} steps, {settings.hosts} processes on this machine", notes
+
+
+def _noise(result: demo.Result) -> list[str]:
+    """Where `auto` sent what plain DDP sends, their speeds differ by chance alone."""
+    found = {run.name: run for run in result.runs}
+    if AUTO not in found or PLAIN not in found or not launch.stayed_plain(found[AUTO]):
+        return []
+    auto_s, plain_s = found[AUTO].step_seconds(), found[PLAIN].step_seconds()
+    if not auto_s or not plain_s or abs(auto_s / plain_s - 1) < _NOTABLE:
+        return []
+    return [
+        f"auto sent what plain DDP sends: that its steps took {100 * abs(auto_s / plain_s - 1):.0f} % "
+        f"{'more' if auto_s > plain_s else 'less'} time shows how much this machine's times vary"
+    ]
 
 
 def _crowded(settings: demo.Settings, result: demo.Result) -> list[str]:

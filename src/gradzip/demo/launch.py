@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -100,6 +101,11 @@ def _chosen(said: list[str], steps: int) -> str:
     """What `auto` chose and why, in its own words."""
     decisions = [text.removeprefix("auto: ") for text in said if text.startswith(_DECISIONS)]
     return f"chose, {'; '.join(decisions)}" if decisions else f"chose nothing yet: {steps} steps are too few for that"
+
+
+def stayed_plain(run: Run) -> bool:
+    """Whether `auto` chose plain averaging, so that it sent what plain DDP sends in every step."""
+    return re.match(r"chose, from step \d+ on: plain averaging", str(run.about.get("words"))) is not None
 
 
 class _Clock:
