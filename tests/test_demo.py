@@ -130,7 +130,10 @@ def test_the_verdict_names_the_fastest_codec_that_trains_alike_at_the_same_step(
         "gcomp (near-lossless: parameters within 1 ulp), takes 198 ms."
     )
     assert verdict.measured([keep], "1gbit") == "", "there is nothing to compare with"
-    assert "by topk:ratio=0.01 (" in verdict.measured([plain, worse], "1gbit"), "where none trains alike"
+    diverged = _run("powersgd:rank=4", 5, [5.0, float("nan"), float("nan")])
+    assert "by gcomp:keep=7 (" in verdict.measured([plain, keep, diverged], "1gbit"), "speed alone is no merit"
+    for runs in ([plain, worse], [plain, diverged]):
+        assert verdict.measured(runs, "1gbit").endswith(", whose loss is not that of plain training.")
 
 
 def test_auto_says_when_it_had_too_few_steps() -> None:

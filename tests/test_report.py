@@ -146,6 +146,8 @@ def test_losses_are_compared_at_the_same_step() -> None:
     rows = summary([long, short, Run("predicted")])
     assert [row["loss at step 20"] for row in rows] == ["80.500", "180.500", "–"], "the mean of steps 19 and 20"
     assert [row["in words"] for row in rows] == ["every bit", "–", "–"]
+    short.add({"step": 21, "seconds": 21, "loss": float("nan")})
+    assert [row["loss at step 21"] for row in summary([long, short])] == ["79.500", "–"], "divergence is not hidden"
     assert summary([long])[0]["loss at step 40"] == "61.500", "alone, its own last steps count"
     assert "in words" not in summary([short])[0]
 

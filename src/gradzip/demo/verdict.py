@@ -9,7 +9,7 @@ from ..report import Run
 from ..report.record import last_common_step
 from .settings import AUTO, BF16, PLAIN, WORDS
 
-ALIKE = 1.01  # times plain training's loss at the same step: still the same training
+ALIKE = 1.01  # times plain training's loss at the same step: near enough to compare speeds
 HELPS = 1.03  # times plain training's speed: less is noise
 
 
@@ -34,13 +34,14 @@ def _sentence(runs: Sequence[Run], seconds: dict[str, float], rate: str, takes: 
     ours = [name for name in seconds if name not in (PLAIN, BF16, AUTO)]
     if PLAIN not in seconds or not ours:
         return ""
-    plain_loss = losses.get(PLAIN) or float("inf")
-    alike = [name for name in ours if (losses.get(name) or 0.0) <= ALIKE * plain_loss]
+    plain_loss = losses.get(PLAIN)
+    alike = [name for name in ours if plain_loss and (loss := losses.get(name)) and loss <= ALIKE * plain_loss]
     best = min(alike or ours, key=seconds.__getitem__)
     plain_ms, best_ms = 1e3 * seconds[PLAIN], 1e3 * seconds[best]
     begin = f"At {format_rate(parse_rate(rate))}, training this model {takes} {plain_ms:.0f} ms a step"
     what = f"{best} ({WORDS[best]})"
     if plain_ms < HELPS * best_ms:
         return f"{begin}. gradzip does not help here: its fastest codec, {what}, {takes} {best_ms:.0f} ms."
-    loss = f", loss {losses[best]:.3f} instead of {plain_loss:.3f} at step {until:.0f}" if losses.get(best) else ""
-    return f"{begin}, {best_ms:.0f} ms with gradzip: {plain_ms / best_ms:.2f} times as fast, by {what}{loss}."
+    compared = f", loss {losses[best]:.3f} instead of {plain_loss:.3f} at step {until:.0f}" if best in alike else ""
+    gain = f"{best_ms:.0f} ms with gradzip: {plain_ms / best_ms:.2f} times as fast, by {what}{compared}"
+    return f"{begin}, {gain}." if alike else f"{begin}, {gain}, whose loss is not that of plain training."
