@@ -11,7 +11,7 @@ from ..plan import Plan
 from . import svg
 from .gradients import LEVELS
 from .predicted import Story
-from .record import Run
+from .record import Run, last_common_step
 
 _PARTS = {
     "compute": "computing",
@@ -84,19 +84,23 @@ def page(
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """The table that opens the report; the demo prints the same one."""
+    """The table that opens the report; the demo prints the same one. Losses are those at the same step of all runs."""
     steps = {run.name: run.step_seconds() for run in runs}
+    until = last_common_step(runs)
+    loss_name = "loss" if until is None else f"loss at step {until:.0f}"
     rows = []
     for run in runs:
-        step, sent, loss = run.step_seconds(), run.bytes_per_step(), run.final_loss()
+        step, sent = run.step_seconds(), run.bytes_per_step()
+        loss = None if until is None else run.final_loss(until=until)
         first = steps.get(run.about.get("baseline", runs[0].name))
         same = run.about.get("identical")
         row = {
             "run": run.name,
+            "in words": str(run.about.get("words", "–")),
             "step ms": _number(step, 1e3, 1),
             "speed": "–" if not step or not first else f"{first / step:.2f}x",
             "MB/step": _number(sent, 1e-6, 2),
-            "loss": _number(loss, 1, 3),
+            loss_name: _number(loss, 1, 3),
             "replicas": "–" if same is None else "identical" if same else "DIFFER",
         }
         rows.append(row)
@@ -270,7 +274,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _TEXT_CELL = ' class="text"'
-_TEXTS = ("about", "which")
+_TEXTS = ("about", "which", "in words")
 
 
 def _breakable(text: str) -> str:

@@ -141,11 +141,16 @@ class Run:
         values = [s[column] for s in self.steps if _number(s.get(column))]
         return float(values[-1]) if values else None
 
-    def final_loss(self, share: float = 0.1) -> float | None:
-        """The mean over the last steps: one batch alone says little."""
-        losses = [y for _, y in self.series("step", "loss")]
+    def final_loss(self, share: float = 0.1, until: float = math.inf) -> float | None:
+        """The mean over the last steps up to `until`: one batch alone says little. None where training diverged."""
+        losses = [loss for step, loss in self.losses() if step <= until]
         count = max(1, round(share * len(losses)))
-        return statistics.fmean(losses[-count:]) if losses else None
+        mean = statistics.fmean(losses[-count:]) if losses else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def losses(self) -> list[tuple[float, float]]:
+        """By step; unlike a series these may be infinite or NaN."""
+        return [(float(s["step"]), float(s["loss"])) for s in self.steps if isinstance(s.get("loss"), int | float)]
 
     def breakdown(self) -> dict[str, float] | None:
         """Seconds of a step: computing, coding that did not fit behind it (at most), and waiting for the wire.
@@ -160,6 +165,11 @@ class Run:
         coding = self.per_step("coding_seconds") or self._described("coding_seconds") or 0.0
         coding = min(coding, step - compute)
         return {"compute": compute, "coding": coding, "wire": step - compute - coding}
+
+
+def last_common_step(runs: Iterable[Run]) -> float | None:
+    """The last step that every run with losses has reached: where their losses can be compared."""
+    return min((losses[-1][0] for run in runs if (losses := run.losses())), default=None)
 
 
 def read(paths: Iterable[str | Path]) -> list[Run]:
