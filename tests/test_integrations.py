@@ -254,6 +254,26 @@ def test_accelerate_keeps_the_states_of_two_models_apart(tmp_path: Path) -> None
     assert found == ["gradzip-0.pt", "gradzip-1.pt", "gradzip_1-0.pt", "gradzip_1-1.pt"]
 
 
+def resumed_from(rank: int, folder: str) -> list[str]:
+    """Where the Trainer's callback looks for its files."""
+    from gradzip.integrations.transformers import GradzipCallback
+
+    state, there = SimpleNamespace(global_step=7), Path(folder)
+    found = []
+    for checkpoint, resumed in ((None, None), (None, str(there)), (None, "true"), ("/given", str(there))):
+        args = SimpleNamespace(output_dir="out", resume_from_checkpoint=resumed)
+        found.append(str(GradzipCallback(None, checkpoint=checkpoint)._resumed_from(args, state)))
+    return found
+
+
+def test_where_trainer_resumes_from(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (pip install 'gradzip[examples]')")
+    assert run_ranks(1, resumed_from, str(tmp_path)) == [
+        ["out/checkpoint-7", str(tmp_path), "out/checkpoint-7", "/given"]
+    ]
+
+
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 

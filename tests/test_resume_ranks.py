@@ -42,8 +42,8 @@ def saved(rank: int, folder: str) -> dict[str, Any]:
     return out
 
 
-def resumed(rank: int, folder: str, without: list[int]) -> dict[str, Any]:
-    """All ranks have the model and the optimizer; those that are `without` have no state of the handle."""
+def resumed(rank: int, folder: str, without: list[int], stale: bool = False) -> dict[str, Any]:
+    """All ranks have the model and the optimizer; those `without` have no state of the handle, or an old one."""
     lines: list[str] = []
     heard = logging.Handler()
     heard.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -56,7 +56,8 @@ def resumed(rank: int, folder: str, without: list[int]) -> dict[str, Any]:
         lines.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", GradzipWarning)
-            run.handle.resume(None if rank in without else state["handle"])
+            older = state["handle"] | {"steps": 1} if stale else None
+            run.handle.resume(older if rank in without else state["handle"])
         held = run.handle.stats()["memory"] if name == "topk" else None
         run.train(SAVED_AT, STEPS)
         told = [str(w.message) for w in caught if issubclass(w.category, GradzipWarning)]
@@ -118,6 +119,13 @@ def test_a_lost_file_costs_that_ranks_residuals_alone(whole: list[dict[str, Any]
         found, STEPS, "resumed at step 3 on 2 ranks; no state was saved for rank 0, which starts with empty residuals"
     )
     assert [rank["topk"]["held"] > 0 for rank in found] == [False, True]
+
+
+def test_a_file_that_an_older_run_left_is_not_loaded(whole: list[dict[str, Any]], folder: str) -> None:
+    found = run_ranks(2, resumed, folder, [1], True)
+    line = "resumed at step 3 on 2 ranks; no state was saved for rank 1, which starts with empty residuals"
+    check(found, STEPS, line)
+    assert [rank["topk"]["held"] > 0 for rank in found] == [True, False]
 
 
 def test_fewer_ranks_lose_the_residuals_of_the_others(whole: list[dict[str, Any]], folder: str) -> None:

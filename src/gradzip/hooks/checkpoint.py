@@ -50,28 +50,29 @@ def read_checkpoint(path: str | Path, prefix: str, rank: int) -> dict[str, Value
 def resume(handle: Handle, state: Mapping[str, Value] | None, group: dist.ProcessGroup) -> None:
     """Loads each rank's state; a rank without one starts with empty residuals, and with what all ranks share.
 
+    A state of another step counts as none: a folder that is written again, by fewer ranks, keeps files of the others.
     Rank 0 logs one line where a rank has no state, or where the number of ranks has changed.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    saved_by: list[Any] = [None] * world  # by rank: how many ranks saved the state that it has
-    dist.all_gather_object(saved_by, state.get("world_size", 0) if state else None, group=group)
-    without = [number for number, saved in enumerate(saved_by) if saved is None]
-    if len(without) == world:
+    found: list[Any] = [None] * world  # by rank: the step of its state, and how many ranks saved it
+    dist.all_gather_object(found, (state.get("steps"), state.get("world_size")) if state else None, group=group)
+    source = next((number for number, each in enumerate(found) if each is not None), None)
+    if source is None:
         if rank == 0:
             report.say("the checkpoint holds no gradzip state: all ranks start at step 0 with empty residuals")
         return
+    without = [number for number, each in enumerate(found) if each != found[source]]
     if without:
-        source = next(number for number, saved in enumerate(saved_by) if saved is not None)
         shared = [_shared(state) if state and rank == source else None]
         dist.broadcast_object_list(shared, group_src=source, group=group)
-        state = state or shared[0]
+        state = shared[0] if rank in without else state
     assert state is not None
-    before = max(saved for saved in saved_by if saved is not None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"the state was saved by \d+ ranks", GradzipWarning)  # logged below
         handle.load_state_dict(state)
+    steps, before = found[source]
     if rank == 0 and (without or before != world):
-        report.say(_in_words(int(state["steps"]), before, world, without))
+        report.say(_in_words(steps, before, world, without))
 
 
 def _shared(state: Mapping[str, Value]) -> dict[str, Value]:

@@ -66,8 +66,10 @@ class GradzipCallback(transformers.TrainerCallback):
 
     def _resumed_from(self, args: Any, state: Any) -> Path:
         """The folder of the checkpoint; Trainer tells callbacks the step alone."""
-        given = self.checkpoint or args.resume_from_checkpoint
-        return Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _folder(args, state)
+        if self.checkpoint is not None:
+            return Path(self.checkpoint)
+        given = args.resume_from_checkpoint  # scripts pass it on to train(); it may also be "true"
+        return Path(str(given)) if given and Path(str(given)).is_dir() else _folder(args, state)
 
 
 def _folder(args: Any, state: Any) -> Path:
