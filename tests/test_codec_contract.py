@@ -1,16 +1,20 @@
 """What every codec with a frame promises. A new codec is held to all of it by registering.
 
-The codecs run on the default engine; tests/test_engines.py shows that engines do not differ.
+Codecs run on the default engine, and gcomp once on each instruction set that this processor has: on one with AVX-512
+the code for AVX2 would otherwise never run. tests/test_engines.py shows that engines do not differ.
 """
 
 from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import SIZES, ZOO, generator, gradient, random_bits, same_bits, special
+from identity import isas, native_on
 
 import gradzip
 from gradzip import Codec, Context, parse, wire
@@ -40,14 +44,21 @@ NOT_TWICE = {
 NOT_TWICE_IN_HALVES = {"qsgd"}
 FRAMED = [name for name, cls in REGISTRY.items() if cls.rounds == 1 and cls.__module__.startswith("gradzip.")]
 EXTRAS = {"zstd": "zstandard", "lz4": "lz4.block"}
+CASES = [
+    pytest.param((spec, isa), id=spec if isa is None else f"{spec} on {isa}")
+    for spec in (*FRAMED, *VARIANTS)
+    for isa in (isas() if spec.startswith("gcomp") else [None])
+]
 SMALL = 300  # values in frames that are damaged byte by byte
 
 
-@pytest.fixture(params=[*FRAMED, *VARIANTS])
-def codec(request: pytest.FixtureRequest) -> Codec:
-    if request.param in EXTRAS:
-        pytest.importorskip(EXTRAS[request.param])
-    return parse(request.param)
+@pytest.fixture(params=CASES)
+def codec(request: pytest.FixtureRequest) -> Iterator[Codec]:
+    spec, isa = request.param
+    if spec in EXTRAS:
+        pytest.importorskip(EXTRAS[spec])
+    with nullcontext() if isa is None else native_on(isa):
+        yield parse(spec)
 
 
 def context(numel: int) -> Context:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -306,6 +309,21 @@ def test_cpu_tensors_go_to_the_native_engine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("GRADZIP_ENGINE", raising=False)
     assert engines.pick("cpu") is native
     assert native.isa() in isas()
+
+
+def test_every_instruction_set_of_this_processor_is_tested() -> None:
+    """Tests run on each of `isas()`: one that is missing there would be tested nowhere without a word."""
+    if "GRADZIP_NO_SIMD" in os.environ:  # `make test-no-simd` says so
+        assert isas() == ["scalar"]
+        return
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(re.findall(r"\w+", cpuinfo.read_text())) if cpuinfo.exists() else set()
+    needed = {
+        "scalar": set[str](),
+        "avx2": {"avx2", "bmi2"},
+        "avx512": {"avx512vbmi", "avx512_vbmi2", "avx512bw", "avx512vl", "avx512dq"},
+    }
+    assert isas() == [isa for isa, instructions in needed.items() if instructions <= flags]
 
 
 @pytest.mark.parametrize("name", [None, "reference", "native"])

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT, run_ranks
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -232,6 +233,7 @@ def sharded() -> None:
 
 
 ON_RANKS: dict[str, Callable[[int], object]] = {
+    "replicate() of torch.distributed._composable": lambda rank: gradzip.attach(replicate(nn.Linear(8, 8))),
     "keeps gradients in shards": lambda rank: sharded(),
     "this model has a handle already": lambda rank: twice(),
     "this model has another hook": lambda rank: another_hook(),

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from ..sensitivity.survey import fetch
 from . import report
 from .ahead import Ahead
 from .buckets import Buckets
-from .checkpoint import read_checkpoint
+from .checkpoint import read_checkpoint, resume
 from .metrics import Metrics, Writer
 from .premises import Premises
 from .progress import Progress
@@ -61,7 +61,7 @@ class Handle:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         policy: Policy,
         scaler: torch.amp.GradScaler | None,
         mesh: DeviceMesh | None = None,
@@ -74,7 +74,7 @@ class Handle:
         self._names = parameter_names(model)
         self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
-        self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
+        self._optimizers, self._scaler, self._policy = optimizers, scaler, policy
         self._learns = isinstance(policy, Adaptive)
         group = model.process_group
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -84,7 +84,7 @@ class Handle:
             else collectives.Topology.of_mesh(rank, ranks, mesh)
         )
         self._group = group
-        self._ways = Ways(self._names, self._device, optimizer, topology)
+        self._ways = Ways(self._names, self._device, optimizers, topology)
         self._ways.check(policy)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
@@ -106,11 +106,13 @@ class Handle:
         self._lock = threading.Lock()
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
-        self._premises = None if optimizer is None else Premises(optimizer, self._warn)
+        self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         if self._channel.rank == 0:
             shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
             report.say(report.at_attach(self._ways.of(policy, 1.0), shapes, self._channel.world))
+            if unheld := self._ways.unheld():
+                report.say(report.in_no_optimizer(unheld))
 
     # -- for the user -------------------------------------------------------------------------------------------
 
@@ -210,8 +212,7 @@ class Handle:
             return
         self.on_detach()
         self.on_detach = None
-        if self._premises is not None:
-            self._premises.remove()
+        self._premises.remove()
         if self._ahead is not None:
             self._ahead.remove()
         self._drain()
@@ -268,6 +269,13 @@ class Handle:
                 GradzipWarning,
                 stacklevel=2,
             )
+
+    def resume(self, state: Mapping[str, Value] | None) -> None:
+        """Loads what each rank saved. Call it on all ranks, with None on a rank for which nothing was saved.
+
+        Such a rank starts with empty residuals at the step of the others, and a log line says so.
+        """
+        resume(self, state, self._group)
 
     def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
         """Goes on from a checkpoint of torch.distributed.checkpoint, in which state_dict was saved under `prefix`.
@@ -341,7 +349,7 @@ class Handle:
         plain = self._scheme.plain and not self._memory.residuals
         check = os.environ.get(CHECK, "") not in ("", "0")
         learns = self._learns
-        rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+        rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         begun = Backward(
             self._steps,
             scale,
@@ -362,8 +370,7 @@ class Handle:
             book_limit=self._scheme.book_limit,
         )
         begun.compare(self._has_joined(), self._warn)
-        if self._premises is not None:
-            self._premises.begin(active=self._scheme.graded and not begun.alone)
+        self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
     def _scale_held(self) -> torch.Tensor | None:
@@ -375,10 +382,9 @@ class Handle:
         """What backward will have to know of the device."""
         held = self._scale_held()
         numbers = [] if held is None else [held]
-        if self._scheme.graded and self._optimizer is not None:
-            numbers += [
-                state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)
-            ]
+        for optimizer in self._optimizers if self._scheme.graded else ():
+            steps = [state.get("step") for state in optimizer.state.values()]
+            numbers += [step for step in steps if isinstance(step, torch.Tensor)]
         return numbers
 
     def _has_joined(self) -> bool:
@@ -432,7 +438,7 @@ class Handle:
             self._steps_here += 1
             self._compare(ended)
             self._agreed = self._scheme if ended.plain else None
-            if self._premises is not None and self._premises.samples:
+            if self._premises.samples:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
                 self._premises.sample(parameters, graded, ended.scale)

@@ -46,6 +46,9 @@ class Off(Handle):
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         self._passed_on = dict(state)
 
+    def resume(self, state: Mapping[str, Value] | None) -> None:
+        self._passed_on = dict(state or {})
+
     def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
         pass
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -61,11 +61,11 @@ class Ways:
         self,
         names: dict[torch.Tensor, str],
         device: torch.device,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         topology: Topology,
     ) -> None:
-        self._names, self._device, self._optimizer, self._topology = names, device, optimizer, topology
-        self._grids = None if optimizer is None else sensitivity.Grids(optimizer)
+        self._names, self._device, self._optimizers, self._topology = names, device, optimizers, topology
+        self._grids = [sensitivity.Grids(optimizer) for optimizer in optimizers]
         self._policy: Policy | None = None  # that the last answers are of
         self._options: list[Option] = []
         self._trained: list[bool] = []
@@ -140,21 +140,39 @@ class Ways:
 
     def _floors(self, codec: GComp, scale: float, wanted: Mapping[torch.Tensor, _Graded], read: Read) -> _Floors:
         """Where each parameter's gradient may be cut, for the step about to be taken."""
-        if self._optimizer is None or self._grids is None:
+        if not self._optimizers:
             raise Unsupported(
                 f"{codec} asks the optimizer which bits matter: attach(model, optimizer), or take gcomp:mode=lossless"
             )
-        floors: _Floors = (
-            self._grids.rules(codec.ulps, scale, wanted.keys(), read)
+        found: list[_Floors] = (
+            [grids.rules(codec.ulps, scale, wanted.keys(), read) for grids in self._grids]
             if codec.mode == "near"
-            else {p: flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items() if p in wanted}
+            else [
+                {p: flatten(r, p) for p, r in sensitivity.reaches(optimizer, scale).items() if p in wanted}
+                for optimizer in self._optimizers
+            ]
         )
-        if not floors and not any(p in self._names for group in self._optimizer.param_groups for p in group["params"]):
+        if not any(found) and not any(p in self._names for p in self._held()):
+            kinds = " and ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             raise Unsupported(
-                f"{codec} asks the optimizer which bits matter, and this {type(self._optimizer).__name__} has none of "
-                "the model's parameters: make it of this model's parameters()"
+                f"{codec} asks the optimizer which bits matter, and this {kinds} has none of the model's parameters: "
+                "make it of this model's parameters()"
             )
-        return floors
+        if len(found) == 1:
+            return found[0]
+        # Two optimizers that step one parameter move it further than either says: it stays lossless.
+        counts = Counter(p for floors in found for p in floors)
+        return {p: floor if counts[p] == 1 else None for floors in found for p, floor in floors.items()}
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def unheld(self) -> list[str]:
+        """Parameters that no optimizer holds, so that a codec which asks the optimizer sends them lossless."""
+        held = set(self._held())
+        return [part.name for graded in self._chosen.graded.values() for p, part in graded.items() if p not in held]
 
 
 def _parts(policy: Policy) -> list[Rules]:
