@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -188,6 +189,20 @@ def test_rounding_by_hand() -> None:
         t = np.float32(x[i]) * np.float32(1.0 / part.level) * np.float32(2.0 ** -int(shape[i]))
         k = np.floor(t)
         assert q[i] == k + (int((t - k) * np.float32(1 << 24)) + h24 >= 1 << 24)
+
+
+def test_keys_by_hand() -> None:
+    """docs/format.md, "Draws": the name is hashed once, a step changes the key by integer operations."""
+
+    def mix(x: int) -> int:
+        return int(wire.mix32(torch.tensor([x % (1 << 32)])))
+
+    for step in (0, 1, 77, (1 << 32) + 5):
+        hashed = hashlib.blake2b(b"3/layer.weight/sum/1", digest_size=8).digest()
+        n0, n1 = int.from_bytes(hashed[:4], "little"), int.from_bytes(hashed[4:], "little")
+        k0, k1 = mix(n0 ^ mix(step)), mix(n1 + step % (1 << 32) * 0x9E3779B9)
+        assert layout.key_of(3, step, "layer.weight", "sum", (1 << 32) + 9) == k1 << 32 | k0
+    assert len({layout.key_of(0, step, "w", "own", 0) & 0xFFFFFFFF for step in range(5000)}) == 5000
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
