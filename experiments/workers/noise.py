@@ -183,7 +183,12 @@ def levels_of(a: torch.Tensor, weights: torch.Tensor, budgets: torch.Tensor, fin
         total = total + own[:, rank].double() * own[:, rank].double()
     of_sum = ((world + 1) / (2.0 * world) * total).sqrt().float()
     of_sum = torch.where(of_sum == 0, 0.0, of_sum.clamp(min=SMALLEST))  # NaN stays
-    return Levels(own, (1.0 / own.double()).float(), of_sum, (1.0 / of_sum.double()).float())
+    return Levels(own, _inverse(own), of_sum, _inverse(of_sum))
+
+
+def _inverse(level: torch.Tensor) -> torch.Tensor:
+    """0 for a level of 0, so that zeros become integers of 0."""
+    return torch.where(level == 0, 0.0, 1.0 / level.double()).float()
 
 
 @functools.lru_cache(maxsize=64)
