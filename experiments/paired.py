@@ -148,7 +148,8 @@ def seconds_per_step(task: str, runs: Any, options: argparse.Namespace, compile:
 
 def texts(todo: list[paired.Group], options: argparse.Namespace, deadline: float, guess: Guess) -> int:
     device, failures = torch.device(options.device), 0
-    for group in todo:
+    while todo:
+        group = todo.pop(0)
         count, name = len(group.runs), f"{group.task} seeds {seeds_of(group)}"
         if time.monotonic() + guess(group.task, count) > deadline:
             print(f"no time for {name}, {count} runs of {guess(group.task, 1):.1f} s", flush=True)
@@ -165,6 +166,10 @@ def texts(todo: list[paired.Group], options: argparse.Namespace, deadline: float
             failures += 1
             print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
             torch.cuda.empty_cache()
+            if options.compile:  # GPU minutes are few: they shall not end because a compiler does
+                print(f"{name} again, and all others, without torch.compile", flush=True)
+                options.compile = False
+                todo.insert(0, group)
             continue
         append(options.results, rows, paired.FIELDS)
         guess.learn(group.task, max(float(row["seconds"]) for row in rows))

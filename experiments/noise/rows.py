@@ -27,12 +27,14 @@ CONTROLS = (
     Variant("BF16", "bf16"),
     noise(10, "none"),
     Variant("gauss 10 %", "gauss", 0.1),
-    Variant("gauss 30 %", "gauss", 0.3),
     Variant("batch / 1.14", batch=14 / 16),
+    Variant("rate + 20 %", rate=1.2),
+)
+FURTHER = (
+    Variant("gauss 30 %", "gauss", 0.3),
     Variant("batch / 1.33", batch=12 / 16),
     Variant("steps / 1.3", length=1 / 1.3),
     Variant("rate - 20 %", rate=0.8),
-    Variant("rate + 20 %", rate=1.2),
 )
 
 
@@ -54,6 +56,7 @@ QUEUE_WITH_REASONS: list[tuple[Group, str]] = [
     _group("gpt-beta2", BETA2, (1,), "a second seed"),
     _group("gpt", CORE, (6, 7), "narrower interval of the slope"),
     _group("gpt", CONTROLS, (1,), "a second seed of the controls"),
+    _group("gpt", FURTHER, (0, 1), "further controls"),
     _group("gpt-muon", MUON, (2, 3), "more seeds"),
     _group("gpt-16", CORE, (1,), "a second seed"),
     _group("cifar20k", FEW, range(6, 16), "narrower interval"),
