@@ -8,9 +8,9 @@
     python experiments/paired.py --queue                             # writes queue.md
     python experiments/paired.py --limit 8 --data DATA --results /tmp/try.csv      # tiny forms on a CPU
 
-A row is appended as soon as its group ends; rows that are there are not run again. Runs of one seed begin with the same
-values and see the same batches. A GPT group is one process that trains all its runs as one model; pictures are trained
-run by run, `--jobs` of them side by side.
+Rows are appended as soon as their group ends; runs whose rows are there are not run again. Runs of one seed begin with
+the same values and see the same batches. A GPT group is one process that trains all its runs as one model; pictures are
+trained run by run, `--jobs` of them side by side.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from workers import noise, paired  # noqa: E402
 
 RESULTS, QUEUE = HERE / "noise/results.csv", HERE / "queue.md"
 GPU, TOGETHER = "NVIDIA H200", 8  # whose times plan the queue, and how many runs on pictures share it
-GUESS = {"gpt-batch8": 25.0, "gpt": 8.0, "cifar": 25.0}  # seconds of a run, until rows say better
+# Seconds of a run, until rows say better; the first name that a task begins with.
+GUESS = {"gpt-batch8": 12.0, "gpt-11m": 16.0, "gpt-muon": 4.0, "gpt": 5.0, "cifar": 45.0}
 
 
 def rows_module() -> Any:
@@ -61,9 +62,9 @@ def missing(results: Path, only: str) -> list[paired.Group]:
     """Groups with the variants that have no row yet."""
     done, found = {(r["task"], r["row"], int(r["seed"])) for r in read(results)}, list[paired.Group]()
     for group in rows_module().QUEUE:
-        left = tuple(v for v in group.variants if (group.task, v.name, group.seed) not in done)
+        left = tuple((seed, v) for seed, v in group.runs if (group.task, v.name, seed) not in done)
         if left and re.match(only, group.task):
-            found.append(paired.Group(group.task, group.seed, left))
+            found.append(paired.Group(group.task, left))
     return found
 
 
@@ -87,19 +88,23 @@ class Guess:
         return runs * self._seconds.get(task, GUESS[prefix])
 
 
+def seeds_of(group: paired.Group) -> str:
+    return ", ".join(str(seed) for seed in dict.fromkeys(seed for seed, _ in group.runs))
+
+
 def queue_page(results: Path) -> str:
     """What is done and what comes next, in the order of noise/rows.py."""
     rows, guess = rows_module(), Guess(results, GPU)
     done = {(r["task"], r["row"], int(r["seed"])) for r in read(results)}
     lines, left = [], 0.0
     for group, why in rows.QUEUE_WITH_REASONS:
-        there = sum((group.task, v.name, group.seed) in done for v in group.variants)
+        there, count = sum((group.task, v.name, seed) in done for seed, v in group.runs), len(group.runs)
         beside = TOGETHER if group.task in paired.PHOTOS else 1
-        seconds = guess(group.task, len(group.variants) - there) / beside
+        seconds = guess(group.task, count - there) / beside
         left += seconds
         known = "measured" if guess.measured(group.task) else "estimated"
-        state = "done" if there == len(group.variants) else f"{there} of {len(group.variants)}"
-        lines.append(f"| {group.task} | {group.seed} | {state} | {seconds:.0f} {known} | {why} |")
+        state = "done" if there == count else f"{there} of {count}"
+        lines.append(f"| {group.task} | {seeds_of(group)} | {state} | {seconds:.0f} {known} | {why} |")
     spent = 0.0
     for row in read(results):
         if row["device"] == GPU:  # a group of texts has divided its seconds among its runs already
@@ -118,21 +123,21 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def seconds_per_step(task: str, variants: Any, options: argparse.Namespace, compile: bool) -> float:
+def seconds_per_step(task: str, runs: Any, options: argparse.Namespace, compile: bool) -> float:
     """The seconds of a step, printed with memory and the time that it took to find out; NaN if the task fails."""
     began, device = time.monotonic(), torch.device(options.device)
     found = math.nan
     try:
         found = paired.train_texts(
-            task, 0, variants, options.data, device, limit=options.limit, kernels=options.kernels, probe=31,
+            task, runs, options.data, device, limit=options.limit, kernels=options.kernels, probe=31,
             compile=compile,
         )[0]["per_step"]  # fmt: skip
     except Exception:
         print(f"FAILED {task} compile={compile}\n{traceback.format_exc()}", flush=True)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
     print(
-        f"{task} x {len(variants)} compile={compile}: {1e3 * found:.1f} ms per step, "
-        f"{1e3 * found / len(variants):.2f} per run, {memory:.1f} GiB, {time.monotonic() - began:.1f} s in all",
+        f"{task} x {len(runs)} compile={compile}: {1e3 * found:.1f} ms per step, "
+        f"{1e3 * found / len(runs):.2f} per run, {memory:.1f} GiB, {time.monotonic() - began:.1f} s in all",
         flush=True,
     )
     if device.type == "cuda":
@@ -141,47 +146,30 @@ def seconds_per_step(task: str, variants: Any, options: argparse.Namespace, comp
     return found
 
 
-class Compiling:
-    """Whether torch.compile pays for a group: timed once, on the first group."""
-
-    COST = 45.0  # seconds to compile forward and backward for new shapes
-
-    def __init__(self, options: argparse.Namespace, first: paired.Group) -> None:
-        self._ratio, self._ready = 1.0, set[tuple[str, int]]()
-        if options.compile == "always":
-            self._ratio = 0.0
-        elif options.compile == "auto":
-            plain, faster = (seconds_per_step(first.task, first.variants, options, way) for way in (False, True))
-            self._ratio = faster / plain if faster < plain else 1.0
-            self._ready.add((first.task, len(first.variants)))
-
-    def pays(self, group: paired.Group, seconds: float) -> bool:
-        key = group.task, len(group.variants)
-        if self._ratio == 1.0 or (key not in self._ready and seconds * (1 - self._ratio) < self.COST):
-            return False
-        self._ready.add(key)
-        return True
-
-
 def texts(todo: list[paired.Group], options: argparse.Namespace, deadline: float, guess: Guess) -> int:
     device, failures = torch.device(options.device), 0
-    compiling = Compiling(options, todo[0])
-    for group in todo:
-        if time.monotonic() + guess(group.task, len(group.variants)) > deadline:
-            print(f"no time for {group.task} seed {group.seed}, {len(group.variants)} runs", flush=True)
+    while todo:
+        group = todo.pop(0)
+        count, name = len(group.runs), f"{group.task} seeds {seeds_of(group)}"
+        if time.monotonic() + guess(group.task, count) > deadline:
+            print(f"no time for {name}, {count} runs of {guess(group.task, 1):.1f} s", flush=True)
             continue
         try:
             rows = paired.train_texts(
-                group.task, group.seed, group.variants, options.data, device, limit=options.limit, deadline=deadline,
-                kernels=options.kernels, compile=compiling.pays(group, guess(group.task, len(group.variants))),
+                group.task, group.runs, options.data, device, limit=options.limit, deadline=deadline,
+                kernels=options.kernels, compile=options.compile,
             )  # fmt: skip
         except paired.OutOfTime as reason:
-            print(f"broken off: {group.task} seed {group.seed}: {reason}", flush=True)
+            print(f"broken off: {name}: {reason}", flush=True)
             continue
         except Exception:
             failures += 1
-            print(f"FAILED {group.task} seed {group.seed}\n{traceback.format_exc()}", flush=True)
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
             torch.cuda.empty_cache()
+            if options.compile:  # GPU minutes are few: they shall not end because a compiler does
+                print(f"{name} again, and all others, without torch.compile", flush=True)
+                options.compile = False
+                todo.insert(0, group)
             continue
         append(options.results, rows, paired.FIELDS)
         guess.learn(group.task, max(float(row["seconds"]) for row in rows))
@@ -206,7 +194,7 @@ def work(inbox: Any, outbox: Any, options: argparse.Namespace, deadline: float) 
 
 
 def pictures(todo: list[paired.Group], options: argparse.Namespace, deadline: float, guess: Guess) -> int:
-    jobs = [(group.task, group.seed, variant) for group in todo for variant in group.variants]
+    jobs = [(group.task, seed, variant) for group in todo for seed, variant in group.runs]
     context, failures = mp.get_context("spawn"), 0
     inbox, outbox = context.Queue(), context.Queue()
     with shared_gpu(options.device == "cuda" and options.jobs > 1):
@@ -262,7 +250,7 @@ def check(options: argparse.Namespace) -> None:
         x = torch.where(host.valid, x, 0.0)
         host.views(x)[3].zero_()
         d = noise.shape_of(host, torch.where(host.valid, torch.randn(2, host.length).exp() ** 6, 0.0))
-        budgets, seeds = torch.tensor([0.01, 0.3], dtype=torch.float64), ["1", "2"]
+        budgets, seeds = torch.tensor([0.01, 0.3], dtype=torch.float64), [1, 2]
         for shape in (d, None):
             expected = noise.noisy_mean(host, x, shape, budgets, seeds, 5)
             there = None if shape is None else shape.to(device)
@@ -279,14 +267,12 @@ def check(options: argparse.Namespace) -> None:
 
 
 def probe(options: argparse.Namespace) -> None:
-    rows = rows_module()
-    seconds_per_step("gpt", rows.CORE, options, True)
-    for task, variants in (
-        ("gpt", rows.CORE),
-        ("gpt", rows.CONTROLS),
-        *((t, rows.FEW) for t in paired.TEXTS if t != "gpt"),
-    ):
-        seconds_per_step(task, variants, options, False)
+    """The first group of each task."""
+    tasks = set[str]()
+    for group in rows_module().QUEUE:
+        if group.task in paired.TEXTS and group.task not in tasks and re.match(options.only, group.task):
+            tasks.add(group.task)
+            seconds_per_step(group.task, group.runs, options, options.compile)
 
 
 def main() -> None:
@@ -297,9 +283,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="torch instead of Triton on a GPU")
-    parser.add_argument(
-        "--compile", choices=("never", "auto", "always"), default="never", help="torch.compile for the blocks of GPT"
-    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile for the blocks of GPT")
     parser.add_argument("--limit", type=int, help="tiny forms: so many steps, or pictures")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--check", action="store_true", help="compare kernels with torch, and run nothing")
@@ -321,8 +305,8 @@ def main() -> None:
     guess = Guess(options.results, GPU if options.list else paired.name_of(torch.device(options.device)))
     if options.list:
         for group in todo:
-            seconds, known = guess(group.task, len(group.variants)), guess.measured(group.task)
-            print(f"{group.task:12} seed {group.seed}  {len(group.variants):2} runs  {seconds:5.0f} s"
+            seconds, known = guess(group.task, len(group.runs)), guess.measured(group.task)
+            print(f"{group.task:12} seeds {seeds_of(group):8}  {len(group.runs):2} runs  {seconds:5.0f} s"
                   f"{'' if known else ' (guess)'}")  # fmt: skip
         return
     failures = 0

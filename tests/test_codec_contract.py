@@ -34,12 +34,13 @@ VARIANTS = [
     ),
     *("randomblock:ratio=0.3,unbiased=true", "threshold:value=1e-05", "threshold:value=1", "dgc:ratio=0.3,clip=0.001"),
     *("qsgd:bits=2", "qsgd:bits=3,bucket=100", "qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "natural:bits=3"),
+    *("noise:share=0.0001", "noise:share=0.3"),
 ]
-# Multiplying by one over a chance, by a norm that itself shrinks, or cutting at what was cut before changes a tensor
-# again; and a type of 16 bits rounds the multiples of a step, or a mean, once more.
+# Multiplying by one over a chance, by a norm that itself shrinks or by a level that grows with the noise, or cutting at
+# what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a mean, once more.
 NOT_TWICE = {
     *("randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.3,unbiased=true", "dgc:ratio=0.3,clip=0.001"),
-    *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5"),
+    *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "noise", "noise:share=0.0001", "noise:share=0.3"),
 }
 NOT_TWICE_IN_HALVES = {"qsgd"}
 FRAMED = [name for name, cls in REGISTRY.items() if cls.rounds == 1 and cls.__module__.startswith("gradzip.")]
@@ -290,7 +291,7 @@ def test_a_payload_with_gaps_is_refused(codec: Codec) -> None:
 def test_a_foreign_frame_is_refused(codec: Codec) -> None:
     frame = encoded(codec, gradient(SMALL))
     for wire_id in range(256):
-        frame[3] = wire_id
+        frame[2], frame[3] = wire.version_of(wire_id), wire_id
         if wire_id == codec.wire_id:
             continue
         with pytest.raises(Corrupt, match=f"made by {BY_ID[wire_id].name!r}" if wire_id in BY_ID else "unknown codec"):

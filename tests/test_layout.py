@@ -32,6 +32,7 @@ LAYERS = {
     "accordion": 5,
     "collectives": 5,
     "checks": 6,
+    "exchange": 6,
     "gradients": 6,
     "refresh": 6,
     "planner": 6,

@@ -45,10 +45,11 @@ def mix(x: int) -> int:
 
 
 def naive_rounding(
-    x: np.ndarray, level: np.float32, d: np.ndarray, seed: str, step: int, name: str, hop: str, offset: int
+    x: np.ndarray, level: np.float32, d: np.ndarray, seed: int, step: int, name: str, hop: str, offset: int
 ) -> np.ndarray:
-    key = hashlib.blake2b(f"{seed}/{step}/{name}/{hop}/0".encode(), digest_size=8).digest()
+    key = hashlib.blake2b(f"{seed}/{name}/{hop}/0".encode(), digest_size=8).digest()
     k0, k1 = int.from_bytes(key[:4], "little"), int.from_bytes(key[4:], "little")
+    k0, k1 = mix(k0 ^ mix(step)), mix((k1 + step * 0x9E3779B9) % 2**32)
     out = np.zeros_like(x)
     if level == 0:
         return out
@@ -64,7 +65,7 @@ def naive_rounding(
     return out
 
 
-def naive_mean(x: list[np.ndarray], d: np.ndarray, budget: float, seed: str, step: int, name: str) -> np.ndarray:
+def naive_mean(x: list[np.ndarray], d: np.ndarray, budget: float, seed: int, step: int, name: str) -> np.ndarray:
     world, n = len(x), len(x[0])
     weight = sum(4 ** (int(e) + 12) for e in d) / 4**12
     levels = []
@@ -121,7 +122,7 @@ def test_sums_of_squares_are_the_naive_ones_bit_for_bit() -> None:
 @pytest.mark.parametrize("shaped", [True, False])
 def test_the_mean_is_the_naive_one_bit_for_bit(world: int, shaped: bool) -> None:
     layout = noise.Layout(SHAPES, world, CPU)
-    x, seeds, budgets = stack(layout, 2), ["7", "8"], torch.tensor([0.01, 0.1], dtype=torch.float64)
+    x, seeds, budgets = stack(layout, 2), [7, 8], torch.tensor([0.01, 0.1], dtype=torch.float64)
     d = noise.shape_of(layout, moments(layout, 2)) if shaped else None
     found = noise.noisy_mean(layout, x, d, budgets, seeds, 3)
     for run in range(2):
@@ -149,7 +150,7 @@ def test_a_tensor_without_finite_values_becomes_nan_and_zeros_stay_zero() -> Non
     layout = noise.Layout({"inf": (200,), "zero": (200,)}, 4, CPU)
     x = torch.zeros(1, 4, layout.length)
     layout.views(x)[0].fill_(math.inf)
-    mean = layout.views(noise.noisy_mean(layout, x, None, torch.tensor([0.01]).double(), ["0"], 0).mean[0])
+    mean = layout.views(noise.noisy_mean(layout, x, None, torch.tensor([0.01]).double(), [0], 0).mean[0])
     assert mean[0].isnan().all()
     assert not mean[1].any()
 
@@ -158,7 +159,7 @@ def test_a_tensor_without_finite_values_becomes_nan_and_zeros_stay_zero() -> Non
 def test_share_of_pure_sampling_noise_is_the_budget(world: int) -> None:
     layout = noise.Layout({"w": (64, 4096)}, world, CPU)
     x = torch.randn(1, world, layout.length, generator=torch.Generator().manual_seed(0))
-    found = noise.noisy_mean(layout, x, None, torch.tensor([0.1]).double(), ["0"], 0)
+    found = noise.noisy_mean(layout, x, None, torch.tensor([0.1]).double(), [0], 0)
     share = float(found.error / found.signal)
     assert 0.08 < share < 0.105  # a little below: owners do not round their own part
 
@@ -172,7 +173,7 @@ def test_kernels_give_the_bits_of_torch() -> None:
         x = stack(host, 2)
         for d in (None, noise.shape_of(host, moments(host, 2))):
             shape = None if d is None else d.to(device)
-            expected = noise.noisy_mean(host, x, d, budgets, ["1", "2"], 0)
-            found = noise.noisy_mean(there, x.to(device), shape, budgets.to(device), ["1", "2"], 0, kernels=True)
+            expected = noise.noisy_mean(host, x, d, budgets, [1, 2], 0)
+            found = noise.noisy_mean(there, x.to(device), shape, budgets.to(device), [1, 2], 0, kernels=True)
             assert same_bits(found.mean.cpu(), expected.mean)
             torch.testing.assert_close(found.error.cpu(), expected.error, rtol=1e-4, atol=0)

@@ -125,10 +125,10 @@ def deliver(waiting: dict[int, Exchange], groups: list[Groups]) -> dict[int, Par
     return received
 
 
-def execute(route: Route, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def execute(route: Route, inputs: list[torch.Tensor], coder_of: type[Bytes] = Bytes) -> list[torch.Tensor]:
     """What each rank ends with; they take turns in this thread, 2 on each of 2 hosts."""
     world = tuple(range(HOSTS * LOCAL))
-    coders, groups, runs = [Bytes(values) for values in inputs], list[Groups](), []
+    coders, groups, runs = [coder_of(values) for values in inputs], list[Groups](), []
     for rank, coder in zip(world, coders):
         host, local = divmod(rank, LOCAL)
         groups.append(

@@ -1,6 +1,6 @@
 """The GPT of texts.py for R runs of W workers as one model: every layer is a batched matrix product over R x W.
 
-Runs of one stack begin with the same values and see the same batches. What they do with gradients differs. One process
+Runs of one seed begin with the same values and see the same batches. What they do with gradients differs. One process
 keeps a GPU busy this way, and each worker's gradient comes out of one backward pass.
 """
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .noise import Layout
+from .texts import rotated
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,14 +36,16 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
 
 
 def block(
-    x: torch.Tensor, texts: int, heads: int, n1w: torch.Tensor, n1b: torch.Tensor, n2w: torch.Tensor, n2b: torch.Tensor,
-    qkvw: torch.Tensor, qkvb: torch.Tensor, outw: torch.Tensor, outb: torch.Tensor, upw: torch.Tensor,
-    upb: torch.Tensor, downw: torch.Tensor, downb: torch.Tensor,
+    x: torch.Tensor, texts: int, heads: int, rotary: bool, n1w: torch.Tensor, n1b: torch.Tensor, n2w: torch.Tensor,
+    n2b: torch.Tensor, qkvw: torch.Tensor, qkvb: torch.Tensor, outw: torch.Tensor, outb: torch.Tensor,
+    upw: torch.Tensor, upb: torch.Tensor, downw: torch.Tensor, downb: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """One block for x (G, texts x length, width) and parameters (G, ...), in the order of GptBlock's."""
     group, _, width = x.shape
     mixed = _linear(_norm(x, n1w, n1b, qkvw.dtype), qkvw, qkvb).view(group * texts, -1, 3, heads, width // heads)
     q, k, v = mixed.permute(2, 0, 3, 1, 4)
+    if rotary:
+        q, k = rotated(q), rotated(k)
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + _linear(seen.transpose(1, 2).reshape(group, -1, width), outw, outb)
     inner = F.gelu(_linear(_norm(x, n2w, n2b, upw.dtype), upw, upb))
@@ -55,15 +58,18 @@ def losses(
     """(G, texts) mean losses of windows (G, texts, length + 1) under parameters (G, ...)."""
     tokens, targets = window[..., :-1], window[..., 1:]
     group, texts, length = tokens.shape
-    words, places = p["tokens.weight"], p["places.weight"]
+    words = p["tokens.weight"]
     vocabulary, width = words.shape[1:]
     rows = tokens + vocabulary * torch.arange(group, device=tokens.device).view(-1, 1, 1)
-    x = F.embedding(rows, words.reshape(group * vocabulary, width)) + places[:, None, :length]
+    x = F.embedding(rows, words.reshape(group * vocabulary, width))
+    rotary = "places.weight" not in p
+    if not rotary:
+        x = x + p["places.weight"][:, None, :length]
     x = x.view(group, texts * length, width)
     names = list(p)
     blocks = [name.removesuffix(".norm1.weight") for name in names if name.endswith(".norm1.weight")]
     for name in blocks:
-        x = run_block(x, texts, heads, *(p[key] for key in names if key.startswith(f"{name}.")))
+        x = run_block(x, texts, heads, rotary, *(p[key] for key in names if key.startswith(f"{name}.")))
     half = p[f"{blocks[0]}.qkv.weight"].dtype
     x = _norm(x, p["norm.weight"], p["norm.bias"], half)
     logits = torch.bmm(x, words.to(half).transpose(1, 2))
@@ -74,37 +80,40 @@ def losses(
 class Stack:
     """Parameters (R, N) of all runs, and the gradients (R, W, N) of their workers."""
 
-    def __init__(self, model: nn.Module, runs: int, world: int, device: torch.device, heads: int, at_once: int) -> None:
-        """`at_once`: runs of one forward and backward pass, as many as memory allows."""
-        named = {name: p.detach() for name, p in model.named_parameters()}
-        self.layout = Layout({name: tuple(p.shape) for name, p in named.items()}, world, device)
-        self.runs, self.world, self.heads, self.device = runs, world, heads, device
-        self.values = torch.zeros(runs, self.layout.length, device=device)
-        for view, p in zip(self.layout.views(self.values), named.values()):
-            view.copy_(p)
-        self.gradients = torch.zeros(runs, world, self.layout.length, device=device)
+    def __init__(self, models: Sequence[nn.Module], world: int, device: torch.device, heads: int, at_once: int) -> None:
+        """`models`: what each run begins with. `at_once`: runs of one forward and backward pass."""
+        shapes = {name: tuple(p.shape) for name, p in models[0].named_parameters()}
+        self.layout = Layout(shapes, world, device)
+        self.runs, self.world, self.heads, self.device = len(models), world, heads, device
+        self.values = torch.zeros(self.runs, self.layout.length, device=device)
+        for values, model in zip(self.values, models):
+            for view, p in zip(self.layout.views(values), model.parameters()):
+                view.copy_(p.detach())
+        self.gradients = torch.zeros(self.runs, world, self.layout.length, device=device)
         self._half = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._at_once = min(at_once, runs)
+        self._at_once = min(at_once, self.runs)
         self.run_block: Callable[..., torch.Tensor] = block
 
     def _leaves(self, runs: slice, world: int) -> Tensors:
-        """Copies (G, ...) for each worker of some runs."""
-        found = {}
-        for name, view in zip(self.layout.names, self.layout.views(self.values[runs])):
-            copies = view.to(self._half if halved(name) else torch.float32).unsqueeze(1)
-            found[name] = copies.expand(-1, world, *view.shape[1:]).reshape(-1, *view.shape[1:])
-        return found
+        """What each worker of some runs computes with: views (G, ...) of one copy for each type."""
+        copies = {}
+        for dtype in {self._half, torch.float32}:
+            flat = self.values[runs].to(dtype).unsqueeze(1)
+            copies[dtype] = self.layout.views(flat.expand(-1, world, -1).reshape(-1, self.layout.length))
+        return {
+            name: copies[self._half if halved(name) else torch.float32][t].detach()
+            for t, name in enumerate(self.layout.names)
+        }
 
-    def backward(self, window: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Gradients for windows (W, texts, length + 1); `weights` (R, texts) of texts. Mean losses (R,)."""
+    def backward(self, windows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Gradients for windows (R, W, texts, length + 1); `weights` (R, texts) of texts. Mean losses (R,)."""
         means = []
         for start in range(0, self.runs, self._at_once):
             part = slice(start, min(start + self._at_once, self.runs))
             count = part.stop - part.start
             leaves = {name: leaf.requires_grad_() for name, leaf in self._leaves(part, self.world).items()}
-            windows = window.expand(count, *window.shape).reshape(-1, *window.shape[1:])
-            found = losses(leaves, windows, self.heads, self.run_block).view(count, self.world, -1)
-            loss = (found * weights[part, None, :]).sum(-1)
+            found = losses(leaves, windows[part].flatten(0, 1), self.heads, self.run_block)
+            loss = (found.view(count, self.world, -1) * weights[part, None, :]).sum(-1)
             gradients = torch.autograd.grad(loss.sum(), list(leaves.values()))
             views = self.layout.views(self.gradients[part])
             torch._foreach_copy_(views, [g.view(v.shape) for g, v in zip(gradients, views)])
@@ -153,33 +162,44 @@ class Adam:
 class Muon(Adam):
     """Muon for the matrices of blocks (momentum 0.95, Nesterov, five Newton-Schulz steps), AdamW for the rest.
 
-    The grid of a matrix is shaped by mean squares of rows and columns of the last mean, which stand in `v`.
+    The grid of a matrix is shaped by mean squares of its rows and columns, which stand in `v`: those of the last mean,
+    or of the momentum for the runs that ask for it.
     """
 
-    def __init__(self, stack: Stack, betas: tuple[float, float], decay: float, factor: float) -> None:
+    def __init__(
+        self, stack: Stack, betas: tuple[float, float], decay: float, factor: float, by_momentum: Sequence[bool]
+    ) -> None:
         super().__init__(stack, betas, decay)
         self.factor = factor  # Muon's rate over AdamW's
-        layout = stack.layout
-        self._mine = [t for t, name in enumerate(layout.names) if halved(name) and len(layout.shapes[t]) == 2]
-        self._momentum = {t: torch.zeros_like(layout.views(stack.values)[t]) for t in self._mine}
+        self._by_momentum = torch.tensor(by_momentum, device=stack.device).view(1, -1, 1, 1)
+        layout, kinds = stack.layout, dict[tuple[int, ...], list[int]]()
+        for t, (name, shape) in enumerate(zip(layout.names, layout.shapes)):
+            if halved(name) and len(shape) == 2:
+                kinds.setdefault(shape, []).append(t)
+        # Matrices of one shape are turned together: (matrices, R, rows, columns).
+        self._kinds = list(kinds.values())
+        self._momentum = [torch.zeros(len(k), stack.runs, *layout.shapes[k[0]], device=stack.device)
+                          for k in self._kinds]  # fmt: skip
 
     def step(self, mean: torch.Tensor, rates: torch.Tensor) -> None:
         layout = self.stack.layout
-        before = {t: view.clone() for t, view in enumerate(layout.views(self.stack.values)) if t in self._momentum}
+        values, means, moments = (layout.views(flat) for flat in (self.stack.values, mean, self.v))
+        before = [torch.stack([values[t] for t in kind]) for kind in self._kinds]
         super().step(mean, rates)
-        values, means, moments = layout.views(self.stack.values), layout.views(mean), layout.views(self.v)
-        for t in self._mine:
-            g, momentum = means[t], self._momentum[t]
+        for kind, old, momentum in zip(self._kinds, before, self._momentum):
+            g = torch.stack([means[t] for t in kind])
             momentum.lerp_(g, 0.05)
-            turned = _orthogonal(torch.lerp(g, momentum, 0.95))
-            scale = self.factor * max(1.0, g.shape[1] / g.shape[2]) ** 0.5
-            values[t].copy_(before[t] - (rates * scale)[:, None, None] * turned)
-            squared = g.square()
-            moments[t].copy_(squared.mean(2, keepdim=True) * squared.mean(1, keepdim=True))
+            turned = orthogonal(torch.lerp(g, momentum, 0.95).flatten(0, 1)).view(g.shape)
+            scale = self.factor * max(1.0, g.shape[-2] / g.shape[-1]) ** 0.5
+            new = old - (rates * scale)[:, None, None] * turned
+            squared = torch.where(self._by_momentum, momentum, g).square()
+            product = squared.mean(-1, keepdim=True) * squared.mean(-2, keepdim=True)
+            torch._foreach_copy_([values[t] for t in kind], list(new))
+            torch._foreach_copy_([moments[t] for t in kind], list(product))
 
 
-def _orthogonal(g: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iteration of Muon's author for (R, rows, columns)."""
+def orthogonal(g: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iteration of Muon's author for (n, rows, columns)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
     turned = x.shape[1] > x.shape[2]

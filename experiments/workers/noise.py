@@ -9,6 +9,7 @@ The two passes over the gradients, `squares` and `rounded_mean`, exist as kernel
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradzip.engines import noise_layout
 from gradzip.wire import mix32
 
 BLOCK, LANES = 4096, 32  # sums of squares: values of a block, and how many are added side by side
@@ -181,18 +183,27 @@ def levels_of(a: torch.Tensor, weights: torch.Tensor, budgets: torch.Tensor, fin
         total = total + own[:, rank].double() * own[:, rank].double()
     of_sum = ((world + 1) / (2.0 * world) * total).sqrt().float()
     of_sum = torch.where(of_sum == 0, 0.0, of_sum.clamp(min=SMALLEST))  # NaN stays
-    return Levels(own, (1.0 / own.double()).float(), of_sum, (1.0 / of_sum.double()).float())
+    return Levels(own, _inverse(own), of_sum, _inverse(of_sum))
 
 
-def keys_of(seeds: Sequence[str], step: int, names: Sequence[str], hop: str) -> torch.Tensor:
-    """(2, R, T) int64: low and high halves of each tensor's key."""
-    found = []
-    for seed in seeds:
-        for name in names:
-            text = f"{seed}/{step}/{name}/{hop}/0"
-            found.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+def _inverse(level: torch.Tensor) -> torch.Tensor:
+    """0 for a level of 0, so that zeros become integers of 0."""
+    return torch.where(level == 0, 0.0, 1.0 / level.double()).float()
+
+
+@functools.lru_cache(maxsize=64)
+def name_keys(seeds: tuple[int, ...], names: tuple[str, ...], hop: str, device: torch.device) -> torch.Tensor:
+    """(2, R, T) int64: low and high halves of what the keys of a tensor have in common in all steps."""
+    found = [noise_layout.name_key(seed, name, hop, 0) for seed in seeds for name in names]
     low, high = [key & 0xFFFFFFFF for key in found], [key >> 32 for key in found]
-    return torch.tensor([low, high], dtype=torch.int64).view(2, len(seeds), len(names))
+    return torch.tensor([low, high], dtype=torch.int64, device=device).view(2, len(seeds), len(names))
+
+
+def keys_in_step(of_names: torch.Tensor, step: int) -> torch.Tensor:
+    """noise_layout.key_in_step for all tensors at once."""
+    step &= 0xFFFFFFFF
+    mixed, added = int(mix32(torch.tensor(step))), step * 0x9E3779B9 & 0xFFFFFFFF
+    return torch.stack([mix32(of_names[0] ^ mixed), mix32((of_names[1] + added) & 0xFFFFFFFF)])
 
 
 def draws(layout: Layout, keys: torch.Tensor, offset: int) -> torch.Tensor:
@@ -280,7 +291,7 @@ def plain_mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def noisy_mean(
-    layout: Layout, x: torch.Tensor, d: torch.Tensor | None, budgets: torch.Tensor, seeds: Sequence[str], step: int,
+    layout: Layout, x: torch.Tensor, d: torch.Tensor | None, budgets: torch.Tensor, seeds: Sequence[int], step: int,
     integers: bool = False, kernels: bool = False,
 ) -> Outcome:  # fmt: skip
     """One step of `noise` for stack x (R, W, N): budgets (R,) float64, a seed of rounding for each run.
@@ -295,7 +306,8 @@ def noisy_mean(
         of_block, broken = squares(layout, x)
     finite = _over_tensors(layout, broken.int()) == 0
     levels = levels_of(layout.sums(of_block), weights_of(layout, d), budgets, finite)
-    own, of_sum = (keys_of(seeds, step, layout.names, hop).to(x.device) for hop in ("own", "sum"))
+    names = tuple(layout.names)
+    own, of_sum = (keys_in_step(name_keys(tuple(seeds), names, hop, x.device), step) for hop in ("own", "sum"))
     if kernels and not integers:
         return noise_kernels.rounded_mean(layout, x, d, levels, own, of_sum)
     return rounded_mean(layout, x, d, levels, own, of_sum, integers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -109,6 +111,12 @@ def squares(layout: Layout, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return out, broken
 
 
+@functools.cache
+def _offsets(world: int, device: torch.device) -> torch.Tensor:
+    """Made once: to copy from host memory is to wait for the GPU."""
+    return torch.tensor([offset_of(rank, world) for rank in range(world)], device=device)
+
+
 def rounded_mean(
     layout: Layout, x: torch.Tensor, d: torch.Tensor | None, levels: Levels, own_keys: torch.Tensor,
     sum_keys: torch.Tensor,
@@ -117,11 +125,10 @@ def rounded_mean(
     mean = torch.empty(runs, layout.length, device=x.device)
     spans = layout.length // SPAN
     error, signal = (torch.empty(runs, spans, device=x.device) for _ in range(2))
-    offsets = torch.tensor([offset_of(rank, world) for rank in range(world)], device=x.device)
     _mean[(spans, runs)](
         x, x if d is None else d, mean, error, signal, layout.tensor_of, layout.index_of, layout.part, layout.owner,
         levels.own.contiguous(), levels.own_inverse.contiguous(), levels.sum, levels.sum_inverse, own_keys, sum_keys,
-        offsets, layout.length, len(layout.names), runs, spans, world=world, shaped=d is not None, span=SPAN,
-        enable_fp_fusion=False,
+        _offsets(world, x.device), layout.length, len(layout.names), runs, spans, world=world, shaped=d is not None,
+        span=SPAN, enable_fp_fusion=False,
     )  # fmt: skip
     return Outcome(mean, error.sum(-1, dtype=torch.float64), signal.sum(-1, dtype=torch.float64))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Variant:
     name: str
     kind: str = "plain"  # plain, noise, integers, fp8, bf16 or gauss
     budget: float = 0.0  # of noise and gauss
-    shape: str = "moments"  # of noise: moments of the optimizer, or none
+    shape: str = "moments"  # of noise: moments of the optimizer, none, or momentum (Muon's, by rows and columns)
     bits: int = 32  # of integers
     block: int = 0
     nudge: float = 0.0  # the first mean gradient is multiplied by 1 + nudge
@@ -47,13 +48,15 @@ class Variant:
     batch: float = 1.0  # factor of each worker's batch
 
 
+Run = tuple[int, Variant]  # a seed, which says where it begins and which batches it sees
+
+
 @dataclass(frozen=True)
 class Group:
-    """Runs of one seed, which begin with the same values and see the same batches."""
+    """Runs that are trained together."""
 
     task: str
-    seed: int
-    variants: tuple[Variant, ...]
+    runs: tuple[Run, ...]
 
 
 class OutOfTime(Exception):
@@ -63,13 +66,15 @@ class OutOfTime(Exception):
 class Exchange:
     """Averages a stack of gradients, each run by its variant, and keeps what was measured."""
 
-    def __init__(self, layout: Layout, variants: Sequence[Variant], seed: int, total: int, kernels: bool) -> None:
-        self._layout, self._variants, self._kernels, self._total = layout, variants, kernels, total
-        self._seeds = [f"{1000 * seed + i}" for i in range(len(variants))]
-        self._rng = torch.Generator(layout.device).manual_seed(seed + 1_000_000)
-        self._fp8 = quantisers.fp8_rows(layout) if any(v.kind == "fp8" for v in variants) else None
+    def __init__(self, layout: Layout, runs: Sequence[Run], total: int, kernels: bool) -> None:
+        self._layout, self._kernels, self._total = layout, kernels, total
+        self._variants = [variant for _, variant in runs]
+        self._seeds = [zlib.crc32(f"{seed}/{variant.name}".encode()) for seed, variant in runs]  # of rounding
+        self._budgets = torch.tensor([v.budget for v in self._variants], dtype=torch.float64, device=layout.device)
+        self._rng = torch.Generator(layout.device).manual_seed(runs[0][0] + 1_000_000)
+        self._fp8 = quantisers.fp8_rows(layout) if any(v.kind == "fp8" for v in self._variants) else None
         self._shares, self._signals, self._owns = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-        self._bits = [list[tuple[torch.Tensor, torch.Tensor]]() for _ in variants]
+        self._bits = [list[tuple[torch.Tensor, torch.Tensor]]() for _ in runs]
         self.step = 0
 
     def __call__(self, x: torch.Tensor, moments: torch.Tensor | None, unbiased: torch.Tensor | None) -> torch.Tensor:
@@ -77,12 +82,10 @@ class Exchange:
         mean = torch.empty(x.shape[0], x.shape[2], device=x.device)
         error, signal = (torch.zeros(len(x), dtype=torch.float64, device=x.device) for _ in range(2))
         done = set[int]()
-        for shape in ("moments", "none"):
-            rows = [i for i, v in enumerate(self._variants) if v.kind == "noise" and v.shape == shape]
+        for shaped in (True, False):
+            rows = [i for i, v in enumerate(self._variants) if v.kind == "noise" and (v.shape != "none") == shaped]
             for part in _ranges(rows):
-                found = self._noise(
-                    x[part], moments[part] if moments is not None and shape == "moments" else None, part
-                )
+                found = self._noise(x[part], moments[part] if moments is not None and shaped else None, part)
                 mean[part], error[part], signal[part] = found.mean, found.error, found.signal
             done.update(rows)
         for i, variant in enumerate(self._variants):
@@ -96,15 +99,13 @@ class Exchange:
                 mean[row] *= 1 + variant.nudge
         self._shares.append(error / signal)
         self._signals.append(signal)
-        self._owns.append(x.square().sum(-1).double().mean(1))
+        self._owns.append(torch.linalg.vector_norm(x, dim=-1).double().square().mean(1))
         self.step += 1
         return mean
 
     def _noise(self, x: torch.Tensor, v: torch.Tensor | None, part: slice) -> Outcome:
         d = None if v is None else shape_of(self._layout, v)
-        seeds = self._seeds[part]
-        budgets = torch.tensor([variant.budget for variant in self._variants[part]], dtype=torch.float64)
-        budgets = budgets.to(x.device)
+        seeds, budgets = self._seeds[part], self._budgets[part]
         if self.step > 4 and often(self.step, self._total, PROBES):
             for i in range(len(x)):
                 one = slice(i, i + 1)
@@ -172,7 +173,7 @@ class Clock:
 
     def __init__(self, total: int, deadline: float, device: torch.device) -> None:
         self._total, self._deadline, self._device = total, deadline, device
-        self.began, self._mark, self._step = time.monotonic(), 0.0, 0
+        self._began, self._mark, self._step = time.monotonic(), 0.0, 0
         self.per_step = math.nan
 
     def look(self, step: int) -> None:
@@ -186,8 +187,15 @@ class Clock:
             self.per_step = (now - self._mark) / (step - self._step)
             if now + self.per_step * (self._total - step) > self._deadline:
                 raise OutOfTime(f"{1e3 * self.per_step:.1f} ms per step, {self._total - step} steps to go")
+        if step == 10:
+            self._began = now
         if step >= 10:
             self._mark, self._step = now, step
+
+    def seconds(self) -> float:
+        """Of all steps, those up to the tenth as the others: compiling is not counted."""
+        past = 10 if self._total > 10 else 0
+        return (time.monotonic() - self._began) * self._total / (self._total - past)
 
 
 # --- GPT on the bytes of enwik8 --------------------------------------------------------------------------------------
@@ -197,55 +205,69 @@ class Clock:
 class Texts:
     workers: int = 4
     texts: int = 16  # of a worker in a step
-    length: int = 256
-    steps: int = 800
-    rate: float = 1e-3
+    length: int = 128
+    steps: int = 4000
+    rate: float = 2e-3
+    warm: float = 0.05  # of all steps, until the rate is there
     betas: tuple[float, float] = (0.9, 0.95)
     muon: float = 0.0  # its rate over AdamW's; 0 for AdamW alone
-    at_once: int = 1 << 19  # tokens of all runs and workers in one pass
-    width: int = 384
-    blocks: int = 6
-    heads: int = 6
+    width: int = 192
+    blocks: int = 4
+    heads: int = 3
+    rotary: bool = True
+    at_once: int = 8  # runs in one pass
 
 
+_SHORT = Texts(length=256, steps=800, rate=1e-3, warm=0.1, width=384, blocks=6, heads=6, rotary=False)
 TEXTS = {
     "gpt": Texts(),
     "gpt-16": Texts(workers=16, texts=4),
     "gpt-beta2": Texts(betas=(0.9, 0.999)),
-    "gpt-batch8": Texts(texts=128, steps=300),
-    "gpt-muon": Texts(muon=20.0),
+    "gpt-batch8": Texts(texts=128, steps=1000, at_once=2),
+    "gpt-muon": Texts(steps=2000, muon=10.0),
+    "gpt-11m": Texts(length=256, steps=2000, rate=1e-3, width=384, blocks=6, heads=6, at_once=4),
+    "gpt-short": _SHORT,
+    "gpt-short-muon": replace(_SHORT, muon=20.0),
 }
 PART, HELD_OUT = 24_000_000, 1 << 20  # bytes of the text that count, and of these at the end for evaluation
-WINDOWS = 1024  # held-out texts of the last evaluation; a fourth for the others
+WINDOWS = 2048  # held-out texts of the last evaluation; a fourth for the others
 
 
 def train_texts(
-    task: str, seed: int, variants: Sequence[Variant], root: Path, device: torch.device, *, limit: int | None = None,
+    task: str, runs: Sequence[Run], root: Path, device: torch.device, *, limit: int | None = None,
     deadline: float = math.inf, kernels: bool = False, compile: bool = False, probe: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """A row for each variant. `limit`: so many steps of a tiny model. `probe`: time so many steps, no rows."""
+    """A row for each run. `limit`: so many steps of a tiny model. `probe`: time so many steps, no rows."""
     kind = TEXTS[task]
     if limit is not None:
-        kind = Texts(
-            kind.workers, max(2, kind.texts // 8), 32, limit, kind.rate, kind.betas, kind.muon, 1 << 19, 64, 2, 2
-        )
+        kind = replace(kind, texts=max(2, kind.texts // 8), length=32, steps=limit, width=64, blocks=2, heads=2)
+    runs = sorted(runs, key=lambda run: (run[1].kind != "noise", run[1].shape == "none"))  # one pass for all of noise
+    variants, seeds = [variant for _, variant in runs], list(dict.fromkeys(seed for seed, _ in runs))
     text = torch.from_numpy(data.enwik8(root)[:PART].copy())
     train, test = text[:-HELD_OUT].to(device), text[-HELD_OUT:].to(device)
-    torch.manual_seed(seed)
-    model = Gpt(256, kind.width, kind.blocks, kind.heads, kind.length)
-    at_once = max(1, kind.at_once // (kind.workers * kind.texts * kind.length))
-    stack = Stack(model, len(variants), kind.workers, device, kind.heads, at_once)
+    models = dict[int, Gpt]()
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models[seed] = Gpt(256, kind.width, kind.blocks, kind.heads, kind.length, kind.rotary)
+    stack = Stack([models[seed] for seed, _ in runs], kind.workers, device, kind.heads, kind.at_once)
     if compile:
         stack.run_block = compiled()
-    optimizer = Muon(stack, kind.betas, 0.1, kind.muon) if kind.muon else Adam(stack, kind.betas, 0.1)
-    exchange = Exchange(stack.layout, variants, seed, kind.steps, kernels)
-    weights = torch.zeros(len(variants), kind.texts, device=device)
+    optimizer: Adam
+    if kind.muon:
+        optimizer = Muon(stack, kind.betas, 0.1, kind.muon, [v.shape == "momentum" for v in variants])
+    else:
+        optimizer = Adam(stack, kind.betas, 0.1)
+    exchange = Exchange(stack.layout, runs, kind.steps, kernels)
+    weights = torch.zeros(len(runs), kind.texts, device=device)
     for i, variant in enumerate(variants):
         count = max(1, round(kind.texts * variant.batch))
         weights[i, :count] = 1 / count
     totals = [max(1, round(kind.steps * v.length)) for v in variants]
     peaks = [kind.rate * v.rate for v in variants]
-    rng = torch.Generator(device).manual_seed(seed)
+    # All rates at once: a copy from host memory in each step would wait for the GPU.
+    rates = torch.tensor([rates_at(step, totals, peaks, kind.warm) for step in range(kind.steps)], device=device)
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    of_run = torch.tensor([seeds.index(seed) for seed, _ in runs], device=device)
     windows = test[: WINDOWS * (kind.length + 1)].view(WINDOWS, -1).long()
     windows = windows if limit is None else windows[:16]
     few = windows[: max(1, len(windows) // 4)]
@@ -256,26 +278,24 @@ def train_texts(
         clock.look(step)
         if probe and step >= probe:
             return [{"per_step": clock.per_step}]
-        starts = torch.randint(
-            len(train) - kind.length - 1, (kind.workers, kind.texts, 1), device=device, generator=rng
-        )
-        kept.append(stack.backward(train[starts + inside].long(), weights))
+        size, last = (kind.workers, kind.texts, 1), len(train) - kind.length - 1
+        starts = torch.stack([torch.randint(last, size, device=device, generator=rng) for rng in generators])
+        kept.append(stack.backward(train[starts + inside].long()[of_run], weights))
         with torch.no_grad():
             mean = exchange(stack.gradients, optimizer.moments(), optimizer.unbiased())
-            rates = torch.tensor(rates_at(step, totals, peaks), device=device)
-            optimizer.step(mean, rates)
+            optimizer.step(mean, rates[step])
         if often(step + 1, kind.steps, EVALUATIONS) and step + 1 < kind.steps:
-            seen.append(stack.evaluate(few, 32))
-    seen.append(stack.evaluate(windows, 32))
+            seen.append(stack.evaluate(few, 64))
+    seen.append(stack.evaluate(windows, 64))
     curve, figures = torch.stack(kept).double().cpu(), torch.stack(seen).cpu()
     rows = exchange.measured()
     for i, row in enumerate(rows):
-        last = curve[int(0.9 * row["steps"]) : row["steps"], i]
+        tail = curve[int(0.9 * row["steps"]) : row["steps"], i]
         row |= {
-            "task": task, "seed": seed, "workers": kind.workers, "loss": f"{float(figures[-1, i]):.7f}",
-            "accuracy": "", "train_loss": f"{float(last.mean()):.7f}", "limit": limit or "", "beside": len(variants),
+            "task": task, "seed": runs[i][0], "workers": kind.workers, "loss": f"{float(figures[-1, i]):.7f}",
+            "accuracy": "", "train_loss": f"{float(tail.mean()):.7f}", "limit": limit or "", "beside": len(runs),
             "losses": " ".join(f"{float(f):.6f}" for f in figures[:, i]),
-            "seconds": round((time.monotonic() - clock.began) / len(rows), 2), "device": name_of(device),
+            "seconds": round(clock.seconds() / len(rows), 2), "device": name_of(device),
         }  # fmt: skip
     return rows
 
@@ -325,7 +345,7 @@ def train_pictures(
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
     per_epoch = len(pictures) // (kind.workers * size)
     total = per_epoch * kind.epochs
-    exchange = Exchange(layout, [variant], seed, total, kernels)
+    exchange = Exchange(layout, [(seed, variant)], total, kernels)
     rng = torch.Generator(device).manual_seed(seed)
     kept, clock = list[torch.Tensor](), Clock(total, deadline, device)
     steps = max(1, round(total * variant.length))

@@ -1,6 +1,6 @@
 """What is kept of a tensor: one interface, one registry."""
 
-from . import baseline, dgc, gcomp, lowrank, quantized, sparse
+from . import baseline, dgc, gcomp, lowrank, noise, quantized, sparse
 from .base import BY_ID, REGISTRY, Codec, Context, parse, register
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "dgc",
     "gcomp",
     "lowrank",
+    "noise",
     "parse",
     "quantized",
     "register",

@@ -40,6 +40,7 @@ class Context:
     scale: float = 1.0  # the loss scale that the tensor carries; what is kept in `state` is kept without it
     floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
     shift: int = 0  # added to the floors, for sums of several ranks
+    shape: torch.Tensor | None = None  # noise: an int8 per value, -12 to 0: its grid is 2^shape times the level
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling
     near: torch.Tensor | None = None  # the frame to be decoded in the host's memory, if it lies on a GPU as well
     sent: Sparse | None = None  # by sparse codecs: what the frame that was just encoded holds

@@ -38,6 +38,13 @@ def load(name: str) -> ModuleType:
     return engine
 
 
+def noise(device: torch.device | str) -> ModuleType:
+    """The engine of the codec `noise` for tensors on `device`; so far there is only the reference."""
+    if torch.device(device).type != "cpu":
+        raise Unsupported("the codec noise has no GPU kernels yet: move the tensor to the CPU first")
+    return importlib.import_module(".reference_noise", __name__)
+
+
 def pick(device: torch.device | str) -> ModuleType:
     """The engine for tensors on `device`."""
     kind = torch.device(device).type

@@ -1,0 +1,7 @@
+"""The exchange: how gradients become their mean over all ranks.
+
+parts         how tensors are dealt out to the ranks that add them up; the table that engines take
+program       an exchange as a list of steps, compiled once from a route and a message's layout
+coding        what a codec offers that codes whole messages; the values as they are, or cast to 16 bits
+interpreter   runs a program for all ranks in one process, in plain torch: the oracle
+"""

@@ -1,0 +1,202 @@
+"""Parts: how the tensors of a message are dealt out to the ranks that add them up, and the table that engines take.
+
+A part is the range of a tensor that one rank owns. Every tensor is dealt out by itself, from its name and size alone:
+which rank adds up a value does not depend on the message that the tensor travels in, so results do not change when DDP
+rebuilds its buckets. Parts begin at multiples of 128 elements; a tensor of less than 128 elements for each owner goes
+whole to one of them, chosen by its name.
+
+An owner's frame holds its parts in the order of tensors. Each part begins at a multiple of 32 values of the frame, its
+`place`, so that a lane of an engine never works on two parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+GRAIN = 128  # elements: parts begin at multiples of it
+LANES = 32  # values: places in a frame are multiples of it
+CUT = 4096  # values: where chunks cut a part, counted from its beginning; a block of the engines
+
+Column = npt.NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """The elements from `start` to `stop` of a tensor; `place` is where they begin in the owner's frame, in values."""
+
+    tensor: int
+    start: int
+    stop: int
+    owner: int
+    place: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Columns(NamedTuple):
+    """Parts as arrays, for engines: one entry for each part."""
+
+    tensor: Column
+    start: Column
+    length: Column
+    owner: Column
+    place: Column
+
+
+class _Range(NamedTuple):
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """The parts of a message, in the order of owners and then of tensors; none is empty."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # elements of each whole tensor
+    owners: int
+    parts: tuple[Part, ...]
+    dealt: int  # among how many owners the message has been dealt out in all
+
+    @classmethod
+    def of(cls, names: Sequence[str], sizes: Sequence[int], counts: Sequence[int]) -> Table:
+        """Deals whole tensors out to the owners of a group, or of a group of groups: counts (2, 3) make 6 owners.
+
+        The parts of owner 3 * a + b are what `within(a, [3])` deals out of `of(names, sizes, [2])` to owner b.
+        """
+        ranges = [_Range(tensor, 0, size) for tensor, size in enumerate(sizes)]
+        return _table(tuple(names), tuple(sizes), ranges, counts, 1)
+
+    def within(self, owner: int, counts: Sequence[int]) -> Table:
+        """Deals the parts of one owner out again."""
+        ranges = [_Range(part.tensor, part.start, part.stop) for part in self.of_owner(owner)]
+        return _table(self.names, self.sizes, ranges, counts, self.dealt)
+
+    def of_owner(self, owner: int) -> tuple[Part, ...]:
+        first, last = self._firsts[owner : owner + 2]
+        return self.parts[first:last]
+
+    def length(self, owner: int) -> int:
+        """Values in the owner's frame, those that only fill it up to a multiple of 32 included."""
+        parts = self.of_owner(owner)
+        return _aligned(parts[-1].place + parts[-1].numel) if parts else 0
+
+    def numel(self, owner: int) -> int:
+        """Elements that the owner adds up."""
+        return sum(part.numel for part in self.of_owner(owner))
+
+    def chunks(self, values: int) -> list[Table]:
+        """Cuts every owner's frame into equally many frames of about so many values; at least one.
+
+        Each chunk is a table of its own. A part is cut at multiples of 4096 of its elements.
+        """
+        count = max(1, round(max(map(self.length, range(self.owners)), default=0) / max(values, 1)))
+        if count == 1:
+            return [self]
+        pieces: list[list[list[_Range]]] = [[[] for _ in range(self.owners)] for _ in range(count)]
+        for owner in range(self.owners):
+            for chunk, piece in _cut(self.of_owner(owner), self.length(owner), count):
+                pieces[chunk][owner].append(piece)
+        tables = (
+            Table(self.names, self.sizes, self.owners, tuple(_placed(ranges)), self.dealt)
+            for ranges in pieces
+            if any(ranges)
+        )
+        return list(tables)
+
+    def columns(self, owner: int | None = None) -> Columns:
+        """The parts of an owner, or of all, as arrays; not to be written to."""
+        if owner is None:
+            return self._columns
+        first, last = self._firsts[owner : owner + 2]
+        return Columns(*(column[first:last] for column in self._columns))
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that differ where tables do."""
+        said = repr((self.names, self.sizes, self.owners, self.parts))
+        return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
+
+    @cached_property
+    def _columns(self) -> Columns:
+        rows = np.array(self.parts, dtype=np.int64).reshape(-1, len(Part._fields))
+        tensor, start, stop, owner, place = (np.ascontiguousarray(column) for column in rows.T)
+        return Columns(tensor, start, stop - start, owner, place)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """Where each owner's parts begin, and where the last one's end."""
+        counts = [0] * (self.owners + 1)
+        for part in self.parts:
+            counts[part.owner + 1] += 1
+        return list(itertools.accumulate(counts))
+
+
+def name_hash(name: str) -> int:
+    """32 bits of a tensor's name: they choose the owner of a small tensor."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def _table(
+    names: tuple[str, ...], sizes: tuple[int, ...], ranges: Sequence[_Range], counts: Sequence[int], dealt: int
+) -> Table:
+    held = [list(ranges)]
+    for count in counts:
+        held = [share for owner in held for share in _deal(owner, count, names, dealt)]
+        dealt *= count
+    return Table(names, sizes, len(held), tuple(_placed(held)), dealt)
+
+
+def _deal(ranges: Sequence[_Range], count: int, names: Sequence[str], dealt: int) -> list[list[_Range]]:
+    """What each of `count` owners gets of these ranges."""
+    shares: list[list[_Range]] = [[] for _ in range(count)]
+    for tensor, start, stop in ranges:
+        size = stop - start
+        if 0 < size < GRAIN * count:
+            # owners of the group before took the lower digits: the same ones again would leave some without any
+            shares[name_hash(names[tensor]) // dealt % count].append(_Range(tensor, start, stop))
+            continue
+        each = math.ceil(size / count / GRAIN) * GRAIN
+        for owner in range(count):
+            first, last = start + owner * each, min(start + (owner + 1) * each, stop)
+            if first < last:
+                shares[owner].append(_Range(tensor, first, last))
+    return shares
+
+
+def _placed(shares: Sequence[Sequence[_Range]]) -> Iterator[Part]:
+    for owner, ranges in enumerate(shares):
+        place = 0
+        for tensor, start, stop in ranges:
+            yield Part(tensor, start, stop, owner, place)
+            place = _aligned(place + stop - start)
+
+
+def _cut(parts: Sequence[Part], length: int, count: int) -> Iterator[tuple[int, _Range]]:
+    """The parts of a frame, cut near each count-th of its length; with the number of the chunk."""
+    for part in parts:
+        start = part.start
+        while start < part.stop:
+            at = part.place + start - part.start
+            chunk = min(at * count // max(length, 1), count - 1)
+            end = math.ceil((chunk + 1) * length / count) - part.place  # of this chunk, in elements of the part
+            stop = part.stop
+            if chunk < count - 1:
+                stop = min(stop, part.start + max(math.ceil(end / CUT), (start - part.start) // CUT + 1) * CUT)
+            yield chunk, _Range(part.tensor, start, stop)
+            start = stop
+
+
+def _aligned(values: int) -> int:
+    return -(-values // LANES) * LANES

@@ -1,0 +1,236 @@
+"""Programs: every route compiles, and the interpreter makes of it what the executor makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import gradient, same_bits
+from test_routes import HOSTS, LOCAL, Bytes, execute, whole_numbers
+
+from gradzip.collectives.blobs import Blob
+from gradzip.collectives.layout import Layout
+from gradzip.collectives.terms import How
+from gradzip.collectives.topology import Topology
+from gradzip.errors import Unsupported
+from gradzip.exchange.coding import Coder, Hop, Message, MessageCodec, Raw, Values
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.parts import Table
+from gradzip.exchange.program import VALUES, Encode, Program, Recode, compile_route
+from gradzip.routes import NAMED, Route, tree
+
+WORLD = HOSTS * LOCAL
+PAIRS = Topology(0, ((0, 1), (2, 3)))
+IDENTITY = Raw("identity")
+
+
+def compiled(
+    route: Route, sizes: Sequence[int], codec: MessageCodec = IDENTITY, topology: Topology = PAIRS, **how: Any
+) -> Program:
+    names, how = [f"t{i}" for i in range(len(sizes))], {"dtype": torch.float32} | how
+    return compile_route(codec.text, route, names, sizes, topology=topology, codes_sums=codec.codes_sums, **how)
+
+
+def interpreted(program: Program, gradients: list[list[torch.Tensor]], codec: MessageCodec = IDENTITY) -> list[Any]:
+    ranks = range(program.world)
+    messages = [Message(program.names, program.dtype, rank, program.world) for rank in ranks]
+    return Interpreter(program, codec, messages).run(gradients)
+
+
+def check_mean(routes: list[Route], sizes: Sequence[int]) -> None:
+    """Every route gives every rank the mean of whole numbers, which is exact in whatever order they are added."""
+    gradients = [list(x.split_with_sizes(list(sizes))) for x in whole_numbers(sum(sizes))]
+    means = [torch.stack(of_tensor).sum(0) / WORLD for of_tensor in zip(*gradients)]
+    for route in routes:
+        for result in interpreted(compiled(route, sizes), gradients):
+            assert all(torch.equal(a, b) for a, b in zip(result, means)), str(route)
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [3, 0, 1], [600, 41, 1, 0, 1200]])
+def test_every_gpu_route_gives_the_mean(sizes: list[int]) -> None:
+    check_mean(tree(("gpu",)), sizes)
+
+
+@pytest.mark.slow
+def test_every_route_gives_the_mean() -> None:
+    check_mean(tree(), [700, 3, 0, 1])
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_named_routes_give_the_mean(name: str) -> None:
+    check_mean([NAMED[name]], [600, 41, 1, 0, 1200])
+
+
+# --- Against the executor --------------------------------------------------------------------------------------------
+
+# Rings add in another order on each part: in a tensor of this size both deal out the same parts.
+EVEN = 128 * WORLD * 2
+
+
+@pytest.mark.parametrize("route", [*NAMED.values(), *tree(("gpu",))], ids=str)
+def test_sums_have_the_bits_of_the_executor(route: Route) -> None:
+    inputs = [gradient(EVEN, seed=rank) for rank in range(WORLD)]
+    expected = execute(route, inputs)
+    for old, (new,) in zip(expected, interpreted(compiled(route, [EVEN]), [[x] for x in inputs])):
+        assert same_bits(old, new)
+
+
+class AddsOne(Bytes):
+    """Every encode adds 1 to the values: results show where, and how often, they were encoded."""
+
+    def _encode(self, leaf: Layout, values: torch.Tensor, how: How) -> Blob:
+        return super()._encode(leaf, values + 1, how)
+
+
+class AddsOneToo(Raw):
+    """The same as a message codec; it also takes note of every encode."""
+
+    def __init__(self) -> None:
+        super().__init__("adds-one")
+        self.seen: list[tuple[int, int, Hop]] = []
+
+    def coder(self, message: Message) -> Coder:
+        plain, seen = super().coder(message), self.seen
+
+        class Adding(type(plain)):  # type: ignore[misc]
+            def encode(self, table: Table, owners: Any, values: Values, hop: Hop, out: Any) -> list[int]:
+                seen.append((self.message.rank, len(owners), hop))
+                return super().encode(table, owners, Values([x + 1 for x in values.tensors]), hop, out)
+
+        plain.__class__ = Adding
+        return plain
+
+
+@pytest.mark.parametrize("route", [*NAMED.values(), *tree(("gpu",))], ids=str)
+def test_values_are_encoded_where_the_executor_encodes_them(route: Route) -> None:
+    inputs = [x[:EVEN] for x in whole_numbers(EVEN)]
+    expected = execute(route, inputs, AddsOne)
+    codec = AddsOneToo()
+    for old, (new,) in zip(expected, interpreted(compiled(route, [EVEN], codec), [[x] for x in inputs], codec)):
+        assert torch.equal(old, new), str(route)
+    rings = sum(step.kind == "ring" for step in route.steps)
+    assert len({hop.number for _, _, hop in codec.seen}) == route.encodes + rings
+    assert all(hop.own == (hop.summed == 1) for _, _, hop in codec.seen)
+
+
+def test_an_all_to_all_encodes_every_rank_s_gradients_for_every_owner_and_then_the_sums() -> None:
+    codec = AddsOneToo()
+    interpreted(compiled(NAMED["alltoall"], [EVEN], codec), [[x] for x in whole_numbers(EVEN)], codec)
+    own, sums = Hop(0, 1, True, False), Hop(1, WORLD, False, False)
+    assert codec.seen == [*((rank, WORLD, own) for rank in range(WORLD)), *((rank, 1, sums) for rank in range(WORLD))]
+
+
+# --- Two kinds of division, and 16 bits ------------------------------------------------------------------------------
+
+
+class Sums(AddsOneToo):
+    codes_sums = True
+
+
+def test_codecs_of_sums_divide_after_the_last_decode() -> None:
+    inputs = whole_numbers(EVEN)
+    mean = torch.stack(inputs).sum(0) / WORLD
+    coded_means, coded_sums = AddsOneToo(), Sums()
+    route = NAMED["alltoall"]
+    (means,) = interpreted(compiled(route, [EVEN], coded_means), [[x] for x in inputs], coded_means)[0]
+    (sums,) = interpreted(compiled(route, [EVEN], coded_sums), [[x] for x in inputs], coded_sums)[0]
+    assert torch.equal(means, mean + (WORLD - 1) / WORLD + 1)
+    assert torch.equal(sums, mean + (WORLD - 1) / WORLD + 1 / WORLD)
+    assert [hop.wide for _, _, hop in coded_sums.seen if not hop.own] == [True] * WORLD
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_sums_of_16_bits_are_formed_in_float32(name: str, dtype: torch.dtype) -> None:
+    inputs = [gradient(EVEN, seed=rank, dtype=dtype) for rank in range(WORLD)]
+    total = inputs[0].float()
+    for x in inputs[1:]:
+        total = total + x.float()
+    results = interpreted(compiled(NAMED[name], [EVEN], dtype=dtype), [[x] for x in inputs])
+    for (result,) in results:
+        assert result.dtype == dtype
+        if "hierarchical" in name or name == "ring":  # another order of sums
+            assert torch.allclose(result.float(), total / WORLD, rtol=1e-2, atol=1e-6)
+        else:
+            assert same_bits(result, (total / WORLD).to(dtype))
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_cast_rounds_what_is_sent_and_the_mean(to: torch.dtype) -> None:
+    inputs = [gradient(EVEN, seed=rank) for rank in range(WORLD)]
+    codec = Raw("cast", to)
+    program = compiled(NAMED["alltoall"], [EVEN], codec)
+    results = interpreted(program, [[x] for x in inputs], codec)
+    table = Table.of(program.names, program.sizes, [WORLD])
+    for part in table.parts:
+        at = slice(part.start, part.stop)
+        terms = [x[at] if rank == part.owner else x[at].to(to).float() for rank, x in enumerate(inputs)]
+        mean = ((terms[0] + terms[1] + terms[2] + terms[3]) / WORLD).to(to).float()
+        for (result,) in results:
+            assert same_bits(result[at], mean)
+
+
+# --- Programs as data ------------------------------------------------------------------------------------------------
+
+
+def test_all_routes_compile_to_different_programs() -> None:
+    programs = [compiled(route, [1000, 3]) for route in tree()]
+    assert len({program.digest for program in programs}) == len(programs) == 4341
+    for program in programs:
+        assert program.steps[-1].target == VALUES
+        written = {VALUES} | {step.target for step in program.steps}
+        assert {buffer.name for buffer in program.buffers} == written
+        coding = [step for step in program.steps if isinstance(step, Encode | Recode)]
+        assert len(coding) == program.route.encodes
+
+
+def test_text_form() -> None:
+    assert str(compiled(NAMED["alltoall"], [1000, 3])).splitlines() == [
+        "identity by enc.cpu > a2a.flat > dec.cpu > enc.cpu > ag.flat > dec.cpu: "
+        "2 tensors, 1003 x float32, hosts 0,1 2,3",
+        "  Encode.cpu own values -> frames1",
+        "  AllToAll.flat frames1 -> frames2",
+        "  Recode.cpu sum of 4 and values, divide frames2 -> frames4",
+        "  AllGather.flat frames4 -> frames5",
+        "  Decode.cpu frames5 -> values",
+    ]
+
+
+def test_digests_tell_programs_apart() -> None:
+    route = NAMED["alltoall"]
+    programs = [
+        compiled(route, [1000, 3]),
+        compiled(route, [1000, 4]),
+        compiled(route, [1000, 3], dtype=torch.bfloat16),
+        compiled(route, [1000, 3], Raw("cast", torch.bfloat16)),
+        compiled(route, [1000, 3], topology=Topology(0, ((0,), (1,), (2,), (3,)))),
+        compiled(NAMED["allgather"], [1000, 3]),
+    ]
+    assert len({program.digest for program in programs}) == len(programs)
+    assert compiled(route, [1000, 3], topology=Topology(3, PAIRS.hosts)).digest == programs[0].digest, "on all ranks"
+
+
+def test_buffers_have_the_size_of_what_they_hold() -> None:
+    program = compiled(NAMED["alltoall"], [5120, 3])
+
+    def bound(table: Table, owner: int, wide: bool) -> int:
+        return IDENTITY.bound(table, owner, torch.float32)
+
+    sizes = [{b.name: program.size(rank, b, bound) for b in program.buffers} for rank in range(WORLD)]
+    owned = [1280 + 3 * (program.table(0, program.buffer("frames1")).numel(rank) > 1280) for rank in range(WORLD)]
+    for rank in range(WORLD):
+        assert sizes[rank]["values"] == sizes[rank]["frames1"] == sizes[rank]["frames5"] == 4 * 5123
+        assert sizes[rank]["frames2"] == 4 * 4 * owned[rank], "one frame from each rank"
+        assert sizes[rank]["frames4"] == 4 * owned[rank]
+
+
+def test_uneven_hosts_take_flat_routes_alone() -> None:
+    uneven = Topology(0, ((0, 1), (2,)))
+    check = compiled(NAMED["alltoall"], [600], topology=uneven)
+    inputs = whole_numbers(600)[:3]
+    for (result,) in interpreted(check, [[3 * x] for x in inputs]):
+        assert torch.equal(result, torch.stack(inputs).sum(0))
+    with pytest.raises(Unsupported, match="equally many ranks"):
+        compiled(NAMED["hierarchical"], [600], topology=uneven)
