@@ -33,19 +33,19 @@ LAYERS = {
     "collectives": 5,
     "checks": 6,
     "exchange": 6,
-    "gradients": 6,
     "refresh": 6,
     "planner": 6,
-    "backward": 7,
-    "hooks": 8,
-    "capture": 8,
-    "demo": 10,
-    "bench": 9,
-    "report": 9,
-    "integrations": 9,
-    "": 10,  # gradzip itself: the public names
-    "cli": 11,
-    "__main__": 12,
+    "gradients": 7,
+    "backward": 8,
+    "hooks": 9,
+    "capture": 9,
+    "demo": 11,
+    "bench": 10,
+    "report": 10,
+    "integrations": 10,
+    "": 11,  # gradzip itself: the public names
+    "cli": 12,
+    "__main__": 13,
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

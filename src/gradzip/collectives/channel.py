@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ _make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nc
 _least = LEAST
 
 
+class Worker(Protocol):
+    def stop(self, patience: float) -> bool:
+        """Ends the threads; False if one is still busy after that many seconds."""
+        ...
+
+
 class Channel:
     def __init__(
         self,
@@ -62,7 +69,10 @@ class Channel:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
+        self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
         self.error: BaseException | None = None
+        self._timeout = timeout.total_seconds()
+        self._compared = itertools.count()
         self._failing = threading.Lock()
         self._told = threading.Event()  # the others have had time to hear of the error
         self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
@@ -246,6 +256,23 @@ class Channel:
             "Use the same policy, model, optimizer settings and gradzip on all ranks"
         )
 
+    def compare(self, text: str, wait: bool) -> None:
+        """Tells the others what this rank is going to do; `wait`: raises on all ranks unless theirs is the same.
+
+        To be called on all ranks at the same point, by some of them without waiting.
+        """
+        number, ranks = next(self._compared), list(range(self.world)) if wait else [self.rank]
+        texts = self.health.exchange_texts(f"policy/{number}", text, ranks, self._timeout)
+        if wait and self.error is not None:
+            raise self.error
+        other = next((rank for rank, theirs in zip(ranks, texts) if theirs != text), None)
+        if other is not None:
+            error = PeerError(
+                f"ranks disagree. Rank {self.rank}: {text}. Rank {other}: {texts[other]}. "
+                "Use the same policy, model and gradzip on all ranks"
+            )
+            raise self.fail(error)
+
     # -- users --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
@@ -260,6 +287,8 @@ class Channel:
         _forget(self)
         self.health.stop(patience)
         ended = self.pipeline.stop(patience)
+        for worker in self.workers:
+            ended &= worker.stop(patience)
         if self.carrier is not None:
             ended &= self.carrier.close(patience)
         if ended:

@@ -39,10 +39,11 @@ def load(name: str) -> ModuleType:
 
 
 def noise(device: torch.device | str) -> ModuleType:
-    """The engine of the codec `noise` for tensors on `device`; so far there is only the reference."""
-    if torch.device(device).type != "cpu":
+    """The engine of the codec `noise` for tensors on `device`."""
+    name = pick(device).NAME
+    if name == "cuda":
         raise Unsupported("the codec noise has no GPU kernels yet: move the tensor to the CPU first")
-    return importlib.import_module(".reference_noise", __name__)
+    return importlib.import_module(f".{name}_noise", __name__)
 
 
 def pick(device: torch.device | str) -> ModuleType:
