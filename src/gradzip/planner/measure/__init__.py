@@ -108,6 +108,7 @@ def benchmarks(
 class _Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.process = os.getpid()  # a forked child ends without writing the profile
         self.recorder: Recorder | None = None
         self.benchmarks: dict[str, Any] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -178,6 +179,8 @@ class _Session:
         It has not closed its process group. If a thread of torch's calls back while Python shuts down, it aborts the
         process: that was seen once in some 50 runs.
         """
+        if os.getpid() != self.process:
+            return
         self.end()
         if self.stopped and not hasattr(sys, "last_value"):  # nothing went wrong on the way out
             sys.stdout.flush()
