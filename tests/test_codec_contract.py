@@ -119,6 +119,37 @@ def test_awkward_tensors(codec: Codec) -> None:
                 assert not bool(y.isfinite().all()), f"{name}: a failed step on one rank must fail on all"
 
 
+def test_subnormal_tensors(codec: Codec) -> None:
+    """Nothing but subnormals: their frames decode, whatever the random numbers were."""
+    for dtype in supported(codec):
+        tiny = torch.finfo(dtype).tiny
+        for numel in (1, 2, 33, 500):
+            for seed in range(40):
+                share = torch.rand(numel, generator=generator(seed), dtype=torch.float64) * 2 - 1
+                x = (share * tiny).to(dtype)
+                x = x.masked_fill(x.abs() >= tiny, tiny / 2)
+                ctx = context(numel)
+                ctx.seed = seed
+                y = codec.decode(codec.encode(x, ctx), ctx)
+                assert bool(y.isfinite().all())
+                if codec.lossless:
+                    assert same_bits(y, x)
+                elif not codec.transforms:
+                    assert float(y.double().abs().max()) <= 2 * tiny / min(getattr(codec, "ratio", 1.0), 1.0)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in REGISTRY.items() if cls.rounds > 1])
+def test_subnormal_tensors_in_codecs_of_several_rounds(name: str) -> None:
+    for seed in range(40):
+        share = torch.rand(40, 30, generator=generator(seed), dtype=torch.float64) * 2 - 1
+        x = (share * torch.finfo(torch.float32).tiny).float()
+        ctx = Context(name="layer.weight", seed=seed)
+        (reduced,) = parse(name).reduce([x], [ctx], lambda mean: None)
+        assert bool(reduced.mean.isfinite().all())
+        assert reduced.residual is not None
+        assert bool(reduced.residual.isfinite().all())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_value_is_not_lost(codec: Codec, value: float) -> None:
     for dtype in supported(codec):
