@@ -196,6 +196,15 @@ def test_shape_and_strides_do_not_matter(codec: Codec) -> None:
     assert torch.equal(encoded(codec, tracked), encoded(codec, base))
 
 
+def test_lazy_negation_is_encoded(codec: Codec) -> None:
+    """A view that negates lazily has the values' opposite in its memory; torch hands out such views of conjugates."""
+    x = gradient(5000)
+    assert torch.equal(encoded(codec, torch._neg_view(x)), encoded(codec, -x))
+    imaginary = torch.complex(x, x).conj().imag
+    assert imaginary.is_neg()
+    assert torch.equal(encoded(codec, imaginary), encoded(codec, -x))
+
+
 def test_a_frame_describes_itself(codec: Codec) -> None:
     x = gradient(5000)
     frame = encoded(codec, x)
@@ -296,6 +305,13 @@ def test_bad_output_of_decode_is_refused(codec: Codec) -> None:
             codec.decode(frame, context(1000), out=out)
     with pytest.raises(Unsupported, match="contiguous"):
         codec.decode(frame, context(1000), out=torch.empty(2000)[::2])
+    with pytest.raises(Unsupported, match="negates lazily"):
+        codec.decode(frame, context(1000), out=torch._neg_view(torch.empty(1000)))
+    tracked = torch.zeros(1000, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"out requires grad.*detach\(\).*no_grad"):
+        codec.decode(frame, context(1000), out=tracked)
+    with torch.no_grad():
+        assert same_bits(codec.decode(frame, context(1000), out=tracked), decoded(codec, frame, 1000))
     with pytest.raises(Unsupported, match="needs out="):
         codec.decode(frame, context(1000), add=True)
 

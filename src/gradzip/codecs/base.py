@@ -188,7 +188,7 @@ class Codec:
         self, x: torch.Tensor, ctx: Context | None = None, out: torch.Tensor | None = None, check: bool = False
     ) -> torch.Tensor:
         """A self-describing frame as a 1-D uint8 tensor on x's device; a view of `out` where that is given."""
-        flat = x.detach().reshape(-1).contiguous()
+        flat = x.detach().resolve_neg().reshape(-1).contiguous()  # codecs read memory, which a lazy minus is not in
         bound = self.bound(flat.numel(), flat.dtype, check)
         if out is None:
             out = torch.empty(bound, dtype=torch.uint8, device=flat.device)
@@ -220,8 +220,13 @@ class Codec:
             raise Unsupported(
                 f"the frame holds {header.numel} x {header.dtype}; out is {out.numel()} x {out.dtype} on {out.device}"
             )
-        elif not out.is_contiguous():
-            raise Unsupported("out must be contiguous")
+        elif not out.is_contiguous() or out.is_neg():
+            raise Unsupported("out must be contiguous, and not a view that negates lazily (out.is_neg())")
+        elif out.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(
+                "out requires grad, and decode writes into it without telling autograd: pass out=tensor.detach(), or "
+                "decode under torch.no_grad()"
+            )
         self._decode(payload[header.body_offset :], ctx or Context(), out.view(-1), add)
         return out.view(-1)
 
