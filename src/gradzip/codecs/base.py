@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import wire
-from ..engines.layout import Floor
+from ..engines.layout import MOST_SHIFT, Floor
 from ..errors import Corrupt, Unsupported, nearest
 
 
@@ -46,6 +46,16 @@ class Context:
     whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
     state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_shift(self.shift)
+
+
+def check_shift(shift: object) -> None:
+    if not isinstance(shift, int) or not 0 <= shift <= MOST_SHIFT:
+        raise Unsupported(
+            f"shift={shift!r}: floors are shifted by a whole number from 0 to {MOST_SHIFT}, towards a coarser grid"
+        )
 
 
 class Reduced(NamedTuple):
