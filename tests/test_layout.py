@@ -21,6 +21,7 @@ LAYERS = {
     "optim": 1,
     "emulate": 1,
     "option": 1,
+    "saved": 1,
     "routes": 1,
     "wire": 1,
     "engines": 2,

@@ -9,14 +9,15 @@ the checks and the text form. A codec that needs several rounds of communication
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .. import wire
+from .. import saved, wire
 from ..engines.layout import MOST_SHIFT, Floor
 from ..errors import Corrupt, Unsupported, nearest
 
@@ -172,6 +173,19 @@ class Codec:
     def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """For summable codecs: the part of the body that is averaged, as a view of numbers."""
         raise Unsupported(f"frames of {self} cannot be averaged: decode them first")
+
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        """Raises Unsupported if `value`, read from a checkpoint, cannot be that field of Context.state.
+
+        `where` is its key in the checkpoint, for the error; `shape` is that of the tensor it belongs to.
+        """
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            saved.floats(where, value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise saved.refuse(where, value, "a finite number")
+        elif not isinstance(value, torch.Tensor | int | float):
+            raise saved.refuse(where, value, "a tensor or a number")
 
     def reduce(
         self, tensors: list[torch.Tensor], contexts: list[Context], average: Callable[[torch.Tensor], None]

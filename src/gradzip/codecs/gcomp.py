@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import engines, wire
+from .. import engines, saved, wire
 from ..engines.layout import (
     BODY_HEAD_BYTES,
     NEAR,
@@ -23,7 +23,7 @@ from ..engines.layout import (
 from ..errors import Corrupt, Truncated, Unsupported, nearest
 from . import books
 from .base import Context, Lossy, check_shift, register
-from .own import find_lossless
+from .own import LOSSLESS, find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")
@@ -104,6 +104,12 @@ class GComp(Lossy):
     @property
     def biased(self) -> bool:
         return (self.mode == "near" and self.ulps > 1) or (self.keep is not None and self.keep < 7)
+
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        if field != LOSSLESS:
+            raise Unsupported(f"the state's {where!r} is not a field of gcomp, which keeps {LOSSLESS}: {saved.CURE}")
+        saved.counter({where: value}, where, most=1)
 
     def _job(self, ctx: Context) -> Job:
         book = books.current(ctx).id if self.book == "shared" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -9,8 +10,20 @@ from typing import Any
 
 import torch
 
+from .. import saved
 from ..errors import Unsupported
 from ..feedback import Value
+
+
+def read_codecs(field: str, value: object) -> dict[str, str]:
+    """The codec that each parameter had, from its field of the state."""
+    try:
+        codecs = json.loads(saved.text(field, value))
+    except json.JSONDecodeError as error:
+        raise Unsupported(f"the state's {field!r} is not JSON ({error}): {saved.CURE}") from None
+    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
+        raise saved.refuse(field, codecs, "a codec for each parameter")
+    return codecs
 
 
 def read_checkpoint(path: str | Path, prefix: str, rank: int) -> dict[str, Value]:
