@@ -20,6 +20,7 @@ LAYERS = {
     "spans": 0,
     "optim": 1,
     "emulate": 1,
+    "jsonfile": 1,
     "option": 1,
     "saved": 1,
     "routes": 1,
