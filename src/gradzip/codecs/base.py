@@ -9,6 +9,7 @@ the checks and the text form. A codec that needs several rounds of communication
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -339,6 +340,18 @@ def register(cls: type[Codec]) -> type[Codec]:
     return cls
 
 
+# What users write for codecs that have another name here.
+ALIASES = dict.fromkeys(("bf16", "bfloat16"), "cast:to=bf16") | dict.fromkeys(
+    ("fp16", "float16", "half"), "cast:to=fp16"
+)
+
+
+def similar(name: str) -> str | None:
+    """The text form of the codec that somebody may have meant."""
+    known = (*REGISTRY, "auto")
+    return ALIASES.get(name.lower()) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
 def parse(text: str | Codec) -> Codec:
     """The codec of a text form such as `topk:ratio=0.01`; a Codec is returned as it is."""
     if isinstance(text, Codec):
@@ -346,11 +359,15 @@ def parse(text: str | Codec) -> Codec:
     name, _, options = text.strip().partition(":")
     cls = REGISTRY.get(name)
     if cls is None:
-        raise Unsupported(f"unknown codec {name!r}{nearest(name, REGISTRY)}; `gradzip codecs` lists them all")
+        meant = similar(name)
+        hint = f", did you mean {meant!r}?" if meant else ""
+        raise Unsupported(f"unknown codec {name!r}{hint}; `gradzip codecs` lists them all")
     known = {f.name: f for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for item in filter(None, options.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals and (meant := _completed(name, key, known)):
+            raise Unsupported(f"cannot read {item!r} in {text!r}. Did you mean {meant!r}?")
         if key not in known:
             names = ", ".join(known) or "none"
             raise Unsupported(f"codec {name!r} has no option {key!r}{nearest(key, known)}; it has: {names}")
@@ -358,6 +375,19 @@ def parse(text: str | Codec) -> Codec:
             raise Unsupported(f"cannot read {item!r} in {text!r}: write each option once, as {key}=value")
         values[key] = _value(value, str(known[key].type), f"{name}:{key}")
     return cls(**values)
+
+
+def _completed(name: str, item: str, known: dict[str, dataclasses.Field[Any]]) -> str | None:
+    """The option that `topk:0.01` or `gcomp:lossless` may have meant: one that has such a value."""
+    if item in known:
+        return f"{name}:{item}=true" if str(known[item].type).startswith("bool") else None
+    for key in known:
+        try:
+            meant = parse(f"{name}:{key}={item}")
+        except Unsupported:
+            continue
+        return str(meant) if str(meant) != name else f"{name}:{key}={item}"
+    return None
 
 
 def _text(value: Any) -> str:

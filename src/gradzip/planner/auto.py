@@ -62,6 +62,9 @@ class Auto:
                 if key in values:
                     raise PlanError(f"{text!r} says {key} twice")
                 values[key] = []
+            elif word in ("lossy", "codecs", "save"):
+                example = {"lossy": "true", "codecs": "gcomp,powersgd", "save": "plan.json"}[word]
+                raise PlanError(f"cannot read {item!r} in {text!r}. Did you mean 'auto:{word}={example}'?")
             elif key != "codecs":
                 raise PlanError(f"auto has no option {word!r}{nearest(word, ('lossy', 'codecs', 'save'))}")
             values[key].append(item)
