@@ -41,7 +41,7 @@ from .checkpoint import read_checkpoint, read_codecs
 from .metrics import Metrics, Writer
 from .premises import Premises
 from .progress import Progress
-from .ways import Ways, parameter_names
+from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
@@ -85,7 +85,7 @@ class Handle:
             else collectives.Topology.of_mesh(rank, ranks, mesh)
         )
         self._group = group
-        self._ways = Ways(self._names, self._device, optimizer, topology)
+        self._ways = Ways(self._names, self._device, optimizer, topology, sparse_parameters(model))
         self._ways.check(policy)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
@@ -410,11 +410,16 @@ class Handle:
             if bucket.index() == 0 or self._backward is None:
                 self._backward = self._begin()
             buffer, last = bucket.buffer(), bucket.is_last()
-            future = self._backward.take_whole(buffer, last)
+            sparse = buffer.layout != torch.strided
+            future = (
+                self._backward.take_sparse(buffer, self._group, last)
+                if sparse
+                else self._backward.take_whole(buffer, last)
+            )
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
-                self._before = None if self._backward.plain else self._backward.over
+                self._before = None if self._backward.plain and not sparse else self._backward.over
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
