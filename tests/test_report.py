@@ -165,10 +165,10 @@ def test_names_that_repeat_are_told_apart(recorded: Path, tmp_path: Path) -> Non
     ("content", "message"),
     [
         ("", "holds no run"),
-        ("{", "line 1 is no JSON"),
-        ("[]", "line 1 is no JSON object"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
         ('{"schema": "gradzip-run", "version": 2}', "another schema or version"),
-        ('{"loss": 1}', "names no step"),
+        ('{"loss": 1}', "step is None"),
     ],
 )
 def test_files_that_cannot_be_shown(content: str, message: str, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
     "asks the optimizer which bits": lambda rank: Loop("gcomp", lambda parameters: None),
     "gradzip cannot tell which bits": lambda rank: Loop("gcomp", strange_optimizer),
     "the policy has a rule for": lambda rank: Loop(Rules({"9.*": "topk"})),
-    "is no policy": lambda rank: Loop(7),
+    "is not a policy": lambda rank: Loop(7),
     "the plan is for another model": lambda rank: Loop(Plan({"a": Option("gcomp")}, {"a": (2, 2)}, "Net", 25.0, {})),
     "this state has version": lambda rank: other_state(lambda state: state.update(version=99)),
     "the state was saved by": lambda rank: other_state(lambda state: state.update(world_size=3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .. import saved
 from ..errors import GradzipWarning, Unsupported
 from ..feedback import Value
 from . import report
@@ -19,6 +21,17 @@ if TYPE_CHECKING:
     from .handle import Handle
 
 _OWN = re.compile(r"rank\d+/")  # keys of a state that belong to one rank; all ranks have the same under other keys
+
+
+def read_codecs(field: str, value: object) -> dict[str, str]:
+    """The codec that each parameter had, from its field of the state."""
+    try:
+        codecs = json.loads(saved.text(field, value))
+    except json.JSONDecodeError as error:
+        raise Unsupported(f"the state's {field!r} is not JSON ({error}): {saved.CURE}") from None
+    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
+        raise saved.refuse(field, codecs, "a codec for each parameter")
+    return codecs
 
 
 def read_checkpoint(path: str | Path, prefix: str, rank: int) -> dict[str, Value]:

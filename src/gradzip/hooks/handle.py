@@ -20,7 +20,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import collectives
+from .. import collectives, saved
+from ..accordion import Accordion
 from ..backward import Backward, is_alone, shares_book
 from ..codecs import Codec
 from ..collectives import transports
@@ -37,12 +38,12 @@ from ..sensitivity.survey import fetch
 from . import report
 from .ahead import Ahead
 from .buckets import Buckets
-from .checkpoint import read_checkpoint, resume
+from .checkpoint import read_checkpoint, read_codecs, resume
 from .metrics import Metrics, Writer
 from .noise import NoiseShare
 from .premises import Premises
 from .progress import Progress
-from .ways import Ways, parameter_names
+from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
@@ -86,7 +87,7 @@ class Handle:
             else collectives.Topology.of_mesh(rank, ranks, mesh)
         )
         self._group = group
-        self._ways = Ways(self._names, self._device, optimizers, topology)
+        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
@@ -260,20 +261,25 @@ class Handle:
         With another number of ranks each keeps what was saved under its number; the rest of the residuals is lost.
         """
         self._drain()
-        if state.get("version") != STATE_VERSION:
-            raise Unsupported(f"this state has version {state.get('version')}; this gradzip reads {STATE_VERSION}")
+        if (version := saved.counter(state, "version")) != STATE_VERSION:
+            raise Unsupported(f"this state has version {version}; this gradzip reads {STATE_VERSION}")
+        steps, world = saved.counter(state, "steps"), saved.counter(state, "world_size", least=1)
+        shapes = {name: p.shape for p, name in self._names.items()}
+        self._memory.check_state_dict(state, shapes)
+        self._books.read_state(state)
+        if self.pilot is not None:
+            self.pilot.read_state(state)
+        self._load_policy(state, shapes)
         if self.pilot is not None:
             self.pilot.load_state_dict(state)
-        self._load_policy(state)
-        shapes = {name: p.shape for p, name in self._names.items()}
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
-        self._steps, self._agreed = int(state["steps"]), None
-        if state["world_size"] != self._channel.world:
+        self._steps, self._agreed = steps, None
+        if world != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
             warnings.warn(
-                f"the state was saved by {state['world_size']} ranks and is loaded by {self._channel.world}: "
+                f"the state was saved by {world} ranks and is loaded by {self._channel.world}: "
                 "what error feedback held on ranks that are gone is lost, and new ranks start with nothing",
                 GradzipWarning,
                 stacklevel=2,
@@ -293,7 +299,7 @@ class Handle:
         """
         self.load_state_dict(read_checkpoint(path, prefix, self._channel.rank))
 
-    def _load_policy(self, state: Mapping[str, Value]) -> None:
+    def _load_policy(self, state: Mapping[str, Value], shapes: Mapping[str, torch.Size]) -> None:
         """What the policy had learnt; and it must give each parameter the codec that the state is of."""
         learnt = {key.removeprefix(_POLICY): value for key, value in state.items() if key.startswith(_POLICY)}
         before = None
@@ -303,18 +309,19 @@ class Handle:
             if not learnt:
                 raise Unsupported(f"the state holds nothing that {self._policy!r} has learnt: it is of another policy")
             before = self._policy.state_dict()
-            self._policy.load_state_dict(learnt)
+            known = {"shapes": shapes} if isinstance(self._policy, Accordion) else {}
+            self._policy.load_state_dict(learnt, **known)
         if self.pilot is not None:
             return  # it may be measuring again what it had planned
-        saved = json.loads(bytes(torch.as_tensor(state[_CODECS]).tolist()))
+        had = read_codecs(_CODECS, state.get(_CODECS))
         ways = self._ways.of(self._policy, 1.0)
-        if saved.keys() != ways.keys():
-            name = sorted(saved.keys() ^ ways.keys())[0]
-            problem = f"another model: {name!r} is a parameter of {'that' if name in saved else 'this'} one alone"
-        elif differing := [name for name, way in ways.items() if way.codec.name != saved[name]]:
+        if had.keys() != ways.keys():
+            name = sorted(had.keys() ^ ways.keys())[0]
+            problem = f"another model: {name!r} is a parameter of {'that' if name in had else 'this'} one alone"
+        elif differing := [name for name, way in ways.items() if way.codec.name != had[name]]:
             name = differing[0]
             problem = (
-                f"another codec: {name!r} had {saved[name]} and has {ways[name].codec.name} now. "
+                f"another codec: {name!r} had {had[name]} and has {ways[name].codec.name} now. "
                 "Attach with the policy that it was saved under, load it, then call set_policy"
             )
         else:
@@ -425,11 +432,16 @@ class Handle:
             if bucket.index() == 0 or self._backward is None:
                 self._backward = self._begin()
             buffer, last = bucket.buffer(), bucket.is_last()
-            future = self._backward.take_whole(buffer, last)
+            sparse = buffer.layout != torch.strided
+            future = (
+                self._backward.take_sparse(buffer, self._group, last)
+                if sparse
+                else self._backward.take_whole(buffer, last)
+            )
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
-                self._before = None if self._backward.plain else self._backward.over
+                self._before = None if self._backward.plain and not sparse else self._backward.over
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import sensitivity
@@ -55,6 +56,12 @@ def parameter_names(model: DistributedDataParallel) -> dict[torch.Tensor, str]:
     return names
 
 
+def sparse_parameters(model: DistributedDataParallel) -> set[torch.Tensor]:
+    """Those that get sparse gradients, by the layers that DDP knows of."""
+    layers = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {layer.weight for layer in layers if layer.sparse}
+
+
 class Ways:
     """Finds the ways of a model's gradients. What is the same as in the step before is the same object."""
 
@@ -64,7 +71,10 @@ class Ways:
         device: torch.device,
         optimizers: Sequence[torch.optim.Optimizer],
         topology: Topology,
+        sparse: Set[torch.Tensor] = frozenset(),
     ) -> None:
+        """`sparse`: parameters whose gradients torch averages itself."""
+        self._sparse = sparse
         self._names, self._device, self._optimizers, self._topology = names, device, optimizers, topology
         self._grids = [sensitivity.Grids(optimizer) for optimizer in optimizers]
         self._policy: Policy | None = None  # that the last answers are of
@@ -90,7 +100,7 @@ class Ways:
         Without `floors` those of the last time are left where they are: where nothing is sent, nobody asks for them.
         """
         # DDP hands out a parameter that was frozen later as well, without a gradient.
-        trained = [parameter.requires_grad for parameter in self._names]
+        trained = [parameter.requires_grad and parameter not in self._sparse for parameter in self._names]
         if policy is not self._policy or type(policy) not in _CONSTANT or trained != self._trained:
             asked = zip(self._names.items(), trained)
             options = [policy.option(name, p.shape) if is_trained else PLAIN for (p, name), is_trained in asked]

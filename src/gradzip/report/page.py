@@ -194,7 +194,9 @@ def _layer_ratios(run: Run) -> str:
     rows = []
     for layer in (layer for layer in layers if layer in largest):
         row = {"layer": layer["name"], "values": f"{layer['numel']:,}", "zeros": f"{100 * layer['zeros']:.1f} %"}
-        row |= {codec: f"{layer['ratios'][codec]:.2f}x" for codec in codecs}
+        row |= {
+            codec: f"{layer['ratios'][codec]:.2f}x" if codec in layer.get("ratios", {}) else "–" for codec in codecs
+        }
         rows.append(row)
     left = len(layers) - len(rows)
     note = f" The {left} smallest layers are left out." if left else ""
@@ -207,7 +209,7 @@ def _exponents(run: Run) -> str:
     for step, layers in [run.layers[0], run.layers[-1]][: len(run.layers)]:
         total: Counter[int] = Counter()
         for layer in layers:
-            total.update({int(e): n for e, n in layer["exponents"].items()})
+            total.update({int(e): n for e, n in layer.get("exponents", {}).items()})
         chart = svg.columns(f"Exponents at step {step}", dict(sorted(total.items())), "exponent: the value is near 2^x")
         figures.append(_figure(f"step {step}", chart))
     return f'<div class="charts">{"".join(figures)}</div>'
@@ -218,7 +220,7 @@ def _levels(run: Run) -> str:
     for step, layers in run.layers:
         values = sum(layer["numel"] for layer in layers) or 1
         zeros = sum(layer["zeros"] * layer["numel"] for layer in layers)
-        levels = [sum(layer.get("levels", [0] * 4)[i] for layer in layers) for i in range(len(LEVELS))]
+        levels = [sum((layer.get("levels") or [0] * 4)[i] for layer in layers) for i in range(len(LEVELS))]
         name = f"step {step}"
         rows[name] = {"zero": 100 * zeros / values}
         rows[name] |= {f"{bits} bits cut": 100 * n / values for bits, n in zip(LEVELS, levels)}
