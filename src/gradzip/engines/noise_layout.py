@@ -128,6 +128,14 @@ def key_in_step(of_name: int, step: int) -> int:
     return k1 << 32 | k0
 
 
+def name_key_of(key: int, step: int) -> int:
+    """What `key_in_step` made a key from, for engines that take keys of names; every step of it can be undone."""
+    step &= 0xFFFFFFFF
+    n0 = _unmix32(key & 0xFFFFFFFF) ^ _mix32(step)
+    n1 = _unmix32(key >> 32) - step * 0x9E3779B9 & 0xFFFFFFFF
+    return n1 << 32 | n0
+
+
 def key_of(seed: int, step: int, name: str, hop: str, index: int) -> int:
     """The key of the draws for the values around `index` of a tensor."""
     return key_in_step(name_key(seed, name, hop, index), step)
@@ -137,6 +145,14 @@ def _mix32(x: int) -> int:
     """wire.mix32 of one number."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def _unmix32(x: int) -> int:
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 1 << 32) & 0xFFFFFFFF
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 1 << 32) & 0xFFFFFFFF
     return x ^ x >> 16
 
 
