@@ -39,10 +39,11 @@ def load(name: str) -> ModuleType:
 
 
 def noise(device: torch.device | str) -> ModuleType:
-    """The engine of the codec `noise` for tensors on `device`; so far there is only the reference."""
-    if torch.device(device).type != "cpu":
-        raise Unsupported("the codec noise has no GPU kernels yet: move the tensor to the CPU first")
-    return importlib.import_module(".reference_noise", __name__)
+    """The engine of the codec `noise` for tensors on `device`."""
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise Unsupported(f"the codec noise has no engine for {kind}: move the tensor to the CPU first")
+    return importlib.import_module(".cuda.noise" if kind == "cuda" else ".reference_noise", __name__)
 
 
 def pick(device: torch.device | str) -> ModuleType:

@@ -87,6 +87,11 @@ class Arguments(NamedTuple):
     times: float = 1.0
 
 
+def addressed(names: Sequence[str], tensors: Sequence[torch.Tensor], numbers: Arguments) -> Arguments:
+    """Arguments with the addresses of tensors; names that have none keep what they are."""
+    return Arguments(**{**numbers._asdict(), **{name: tensor.data_ptr() for name, tensor in zip(names, tensors)}})
+
+
 _ARGS = struct.Struct("<20Qd8I2f")
 _STEP, _STEP_AT = struct.Struct("<I"), 20 * 8 + 8
 
@@ -132,7 +137,13 @@ class Call:
     """A kernel with its arguments, launched any number of times on the current stream."""
 
     def __init__(
-        self, device: torch.device, kernel: str, groups: int, threads: int, arguments: Arguments, persistent: bool = False
+        self,
+        device: torch.device,
+        kernel: str,
+        groups: int,
+        threads: int,
+        arguments: Arguments,
+        persistent: bool = False,
     ) -> None:
         self._on = launch.launcher(device)
         self._kernel, self._threads = kernel, threads
@@ -193,12 +204,12 @@ class Measurer:
             torch.empty(max(total, 1), dtype=torch.float64, device=device),
             torch.zeros(2 * max(len(tensors), 1), dtype=torch.int64, device=device),
         ]
-        addresses = [tensor.data_ptr() for tensor in self._kept]
-        self._call = Call(
-            device, f"noise_measure<{float_name(tensors[0].dtype)}>", -(-total // 4), MEASURERS,
-            Arguments(*addresses, levels=levels.data_ptr(), sum_levels=0 if told is None else told.data_ptr(),
-                      length=total, factor=factor),
-        )  # fmt: skip
+        numbers = Arguments(
+            levels=levels.data_ptr(), sum_levels=0 if told is None else told.data_ptr(), length=total, factor=factor
+        )
+        arguments = addressed(("tensors", "tiles", "squares", "marks"), self._kept, numbers)
+        kernel = f"noise_measure<{float_name(tensors[0].dtype)}>"
+        self._call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
 
     def run(self, step: int = 0) -> None:
         self._call(step)
@@ -220,7 +231,7 @@ class Geometry:
             self.places += places.tolist()
             values = int(room.sum())
             count = -(-values // BLOCK)
-            entries = np.zeros((max(count, 1), 2), np.uint32)  # an empty frame has an entry too: someone writes its head
+            entries = np.zeros((max(count, 1), 2), np.uint32)  # an empty frame has one too: a group writes its head
             entries[:, 0] = number
             starts = np.arange(max(count, 1)) * BLOCK
             found = np.searchsorted(places, starts, side="right") - 1 if len(places) else np.zeros(1, np.int64)
@@ -260,22 +271,30 @@ class Encoder:
             room, least = int(geometry.frames[number]["room"]), prefix + geometry.least(number)
             if room < least:
                 raise Unsupported(f"a slot of {room} bytes is too small: a frame of these parts has at least {least}")
-        new = {"device": device}
-        self.results = torch.zeros(frames * RESULT.itemsize, dtype=torch.uint8, **new)
+        self.results = torch.zeros(frames * RESULT.itemsize, dtype=torch.uint8, device=device)
         self._kept = [
             to_device(np.append(parts, np.zeros(1, PART)), device), to_device(geometry.frames, device),
             to_device(geometry.blocks, device), levels, tables(device),
-            torch.empty(count * STAGE_BYTES, dtype=torch.uint8, **new), torch.zeros(count, dtype=torch.int32, **new),
-            torch.empty(count * _CANDIDATES, dtype=torch.int16, **new), torch.empty(count, dtype=torch.int64, **new),
-            torch.zeros(4 * frames, dtype=torch.int32, **new), self.results,
+            torch.empty(count * STAGE_BYTES, dtype=torch.uint8, device=device),
+            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.empty(count * _CANDIDATES, dtype=torch.int16, device=device),
+            torch.empty(count, dtype=torch.int64, device=device),
+            torch.zeros(4 * frames, dtype=torch.int32, device=device), self.results,
         ]  # fmt: skip
         if poisonous is not None:
             self._kept.append(poisonous)
-        names = ("parts", "frames", "blocks", "levels", "tables", "staging", "sizes", "retries", "offsets", "states")
-        arguments = Arguments(
-            digest=digest, offset=offset, prefix=prefix, rank=rank, all_blocks=count,
-            poisonous=0 if poisonous is None else poisonous.numel(),
-        )._replace(**{name: kept.data_ptr() for name, kept in zip((*names, "results", "verdicts"), self._kept)})  # fmt: skip
+        names = (
+            *("parts", "frames", "blocks", "levels", "tables", "staging"),
+            *("sizes", "retries", "offsets", "states", "results", "verdicts"),
+        )
+        arguments = addressed(
+            names,
+            self._kept,
+            Arguments(
+                digest=digest, offset=offset, prefix=prefix, rank=rank, all_blocks=count,
+                poisonous=0 if poisonous is None else poisonous.numel(),
+            ),
+        )  # fmt: skip
         kind = float_name(dtype)
         self._calls = [
             Call(device, f"noise_encode<{kind}>", count, ENCODERS, arguments),
@@ -310,9 +329,10 @@ class Decoder:
             torch.zeros(frames, dtype=torch.int32, device=device), status,
         ]  # fmt: skip
         names = ("parts", "frames", "blocks", "tables", "offsets", "verdicts", "status")
-        arguments = Arguments(
+        numbers = Arguments(
             digest=digest, prefix=prefix, all_blocks=count, divisor=float(divisor), times=times_of(divisor)
-        )._replace(**{name: kept.data_ptr() for name, kept in zip(names, self._kept)})
+        )
+        arguments = addressed(names, self._kept, numbers)
         self._calls = [
             Call(device, "noise_open", frames, OPENERS, arguments),
             Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 2), DECODERS, arguments, persistent=True),
@@ -396,5 +416,3 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
     if add:
         for part, decoded in zip(parts, out):
             part.values.add_(decoded.values)
-
-

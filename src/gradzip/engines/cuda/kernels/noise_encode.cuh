@@ -275,14 +275,6 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
         const u32* from = noise_tables(a).encode[table_of(number)];
         room.table[t] = from[t];
         room.table[t + kEncoders] = from[t + kEncoders];
-        // Lanes and what follows are put together with `or`.
-        u32 clear_from = (kBefore + planes) / 4, clear_to = sizeof(room.out) / 4;
-        u32 needed = (kBefore + planes + kNoiseLanes * 6 * kNoiseRows) / 4 + 8;
-        if (room.giants == 0 && needed < clear_to) clear_to = needed;
-        if (clear_to > (most + kBefore) / 4 + 8) clear_to = (most + kBefore) / 4 + 8;
-        if (clear_to > sizeof(room.out) / 4) clear_to = sizeof(room.out) / 4;
-        for (u32 at = clear_from + t; at < clear_to; at += kEncoders) room.out[at] = 0;
-        if (t < kBefore / 4) room.out[t] = 0;
     }
     __syncthreads();
 
@@ -363,6 +355,10 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
     }
     if (size > most) return coded;
 
+    // Lanes and what follows are put together with `or`.
+    for (u32 at = (kBefore + planes) / 4 + t; 4 * at < coded.first + size; at += kEncoders) room.out[at] = 0;
+    if (t < kBefore / 4) room.out[t] = 0;
+    __syncthreads();
     if (t < kNoiseLanes) {
         u32 bit = 8 * (kBefore - (8u << width)) + (4u << width) * l;
         u32 over = bytes - least;
