@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 5
+#define GZ_VERSION 6
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -46,7 +46,14 @@ enum gz_error {
     GZ_NO_ROOM = -13,          // the output buffer is smaller than gz_bound
     GZ_BAD_ARGUMENT = -14,     // a mode that the dtype does not have, a missing floor, an impossible limit
     GZ_NO_BOOK = -15,          // the frame uses a shared book and none was given
-    GZ_BAD_FRAMES = -16        // a table of sizes or a frame header that does not fit the values expected
+    GZ_BAD_FRAMES = -16,       // a table of sizes or a frame header that does not fit the values expected
+    GZ_NOISE_HEAD = -17,       // the head of a noise body makes no sense, or it has another number of parts
+    GZ_NOISE_LEVEL = -18,      // a number that is no level
+    GZ_NOISE_BLOCK = -19,      // the head of a noise block contradicts itself
+    GZ_NOISE_LANES = -20,      // a noise block ends inside its lanes, or a lane does not end with its last code
+    GZ_NOISE_LISTS = -21,      // a noise block has other escapes or giants than its lanes say
+    GZ_NOISE_RAW = -22,        // a raw noise block of the wrong size or head
+    GZ_NOISE_OTHER = -23       // a noise frame of another step or program
 };
 
 // How to code: the mode and its numbers.
@@ -130,6 +137,69 @@ GZ_API void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out);
 
 // The frame checksum of docs/format.md over `size` bytes whose first word has number first_word.
 GZ_API uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word);
+
+// --- The codec noise (docs/format.md, "Noise") ---
+
+// Values of one tensor that lie in a frame one behind the other.
+typedef struct {
+    float* values;        // read by encoders, written by decoders
+    uint64_t n;
+    const int8_t* shape;  // -12 to 0 for each value; NULL: all 0
+    uint64_t start;       // index of the first value in its tensor
+    uint64_t key;         // of the draws
+    uint32_t offset;      // added to the draws
+    float level;          // nominal, for encoders
+} gz_noise_part;
+
+typedef struct {
+    double squares;   // the sum A
+    int64_t weights;  // the sum B, times 4^12
+    int32_t finite;   // whether all values are
+} gz_noise_statistics;
+
+// Of each part, which is a whole tensor here. Returns 0.
+GZ_API int64_t gz_noise_statistics_of(const gz_noise_part* parts, uint64_t count, gz_noise_statistics* out, int32_t threads);
+
+// The largest frame of these parts, with its header.
+GZ_API uint64_t gz_noise_bound(const gz_noise_part* parts, uint64_t count);
+
+// A frame to be written: its parts and its slot.
+typedef struct {
+    const gz_noise_part* parts;
+    uint64_t count;
+    uint8_t* out;
+    uint64_t slot;
+    int32_t framed;    // non-zero: with the header of docs/format.md, "Frame", in front; else the body alone
+    int32_t poisoned;  // in: everything shall decode to NaN; out: it will
+    int32_t notch;     // out
+    uint64_t size;     // out: bytes written
+} gz_noise_frame;
+
+// What a receiver asks of a frame.
+typedef struct {
+    uint32_t step, digest;
+} gz_noise_id;
+
+// Writes all frames, each at the first notch at which it fits its slot. Returns 0.
+GZ_API int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, uint32_t digest, int32_t threads);
+
+// Reads a frame, or a body, into the values of its parts, divided by `divisor`; or adds it to them. A frame may be
+// shorter than `size`, a body must not. expected: NULL if any step and program will do. Returns 0.
+GZ_API int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, const gz_noise_id* expected,
+                               const gz_noise_part* parts, uint64_t count, int32_t add, uint32_t divisor, int32_t threads);
+
+// What one rank has of some parts: a frame, or its own values, which count as they are.
+typedef struct {
+    const uint8_t* data;
+    uint64_t size;
+    int32_t framed;
+    const gz_noise_part* parts;  // values and levels; NULL: a frame
+} gz_noise_term;
+
+// Adds the terms in their order and writes the sum into `frame`, block by block without leaving the cache. Of its parts
+// only n, shape, start, key and offset count. Returns 0, or an error and in *failed the number of the term at fault.
+GZ_API int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const gz_noise_id* expected,
+                               gz_noise_frame* frame, uint32_t step, uint32_t digest, uint64_t* failed);
 
 // The instruction set in use ("scalar", "avx2", "avx512"), what this processor offers (comma-separated), and a
 // way to choose one; gz_set_isa returns GZ_BAD_ARGUMENT for a name that is not offered.

@@ -32,8 +32,8 @@ VARIANTS = [
     *("qsgd:bits=2", "qsgd:bits=3,bucket=100", "qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "natural:bits=3"),
     *("noise:share=0.0001", "noise:share=0.3"),
 ]
-# Multiplying by one over a chance, by a norm that itself shrinks or by a level that grows with the noise, or cutting at
-# what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a mean, once more.
+# Multiplying by one over a chance, by a norm that itself shrinks or by a level that grows with the noise, or cutting
+# at what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a mean, anew.
 NOT_TWICE = {
     *("randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.3,unbiased=true", "dgc:ratio=0.3,clip=0.001"),
     *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "noise", "noise:share=0.0001", "noise:share=0.3"),

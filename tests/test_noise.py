@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,11 +21,12 @@ from hypothesis import strategies as st
 import gradzip
 from gradzip import Context, parse, wire
 from gradzip.codecs.noise import Noise, read_share
+from gradzip.engines import native, native_noise, noise_tables, reference_noise
 from gradzip.engines import noise_layout as layout
-from gradzip.engines import noise_tables, reference_noise
-from gradzip.engines.noise_layout import Part
+from gradzip.engines.noise_layout import Part, Slot, Written
 from gradzip.errors import Corrupt, Truncated, Unsupported
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 VALUES = {
@@ -45,17 +50,63 @@ def part_of(x: torch.Tensor, share: float = 0.01, *, shape: torch.Tensor | None 
     return Part(x, level, shape, start, layout.key_of(1, 2, "w", "own", start), layout.offset_of(1, 4))
 
 
-def encoded(parts: list[Part], slot: int | None = None) -> tuple[torch.Tensor, int]:
-    bound = layout.body_bound([part.values.numel() for part in parts])
-    room = torch.zeros(bound if slot is None else slot, dtype=torch.uint8)
-    size, notch = reference_noise.encode(parts, room, step=7, digest=9)
-    return room[:size], notch
+def on_all(call: Callable[[ModuleType], T]) -> list[T]:
+    """What the reference makes of a call, and then every instruction set of the native engine."""
+    results, before = [call(reference_noise)], native.isa()
+    try:
+        for name in native.available_isas():
+            native.set_isa(name)
+            results.append(call(native_noise))
+    finally:
+        native.set_isa(before)
+    return results
 
 
-def decoded(body: torch.Tensor, parts: list[Part]) -> list[torch.Tensor]:
-    outs = [Part(torch.full_like(part.values, 7.0), shape=part.shape) for part in parts]
-    reference_noise.decode(body, outs)
-    return [part.values for part in outs]
+def encoded(parts: Sequence[Part], room: int | None = None) -> tuple[torch.Tensor, int]:
+    """The body of these parts and its notch, after all engines have agreed on them."""
+    size = layout.body_bound([part.values.numel() for part in parts]) if room is None else room
+
+    def call(engine: ModuleType) -> tuple[torch.Tensor, int]:
+        guarded = torch.full((size + 64,), 0xA5, dtype=torch.uint8)
+        used, notch = engine.encode(parts, guarded[:size], step=7, digest=9)
+        assert bool((guarded[size:] == 0xA5).all()), "written behind the end"
+        return guarded[:used], notch
+
+    first, *others = on_all(call)
+    for body, notch in others:
+        assert torch.equal(body, first[0])
+        assert notch == first[1]
+    return first
+
+
+def decoded(body: torch.Tensor, parts: Sequence[Part], *, add: bool = False, divisor: int = 1) -> list[torch.Tensor]:
+    """What all engines agree that a body decodes to, over or added to 7."""
+
+    def call(engine: ModuleType) -> list[torch.Tensor]:
+        outs = [Part(torch.full_like(part.values, 7.0), shape=part.shape) for part in parts]
+        engine.decode(body, outs, add, divisor)
+        return [part.values for part in outs]
+
+    first, *others = on_all(call)
+    for values in others:
+        for a, b in zip(first, values):
+            assert same_bits(a, b)
+    return first
+
+
+def frames(slots: Callable[[], list[Slot]]) -> tuple[list[torch.Tensor], list[Written]]:
+    """The slots that all engines fill alike."""
+
+    def call(engine: ModuleType) -> tuple[list[torch.Tensor], list[Written]]:
+        made = slots()
+        return [slot.out for slot in made], engine.encode_frames(made, 7, 9)
+
+    first, *others = on_all(call)
+    for outs, written in others:
+        assert written == first[1]
+        for a, b, (size, _, _) in zip(first[0], outs, written):
+            assert torch.equal(a[:size], b[:size])
+    return first
 
 
 # -- what the option may be --------------------------------------------------------------------------------------------
@@ -157,7 +208,44 @@ def test_statistics_are_added_in_the_order_of_the_format() -> None:
     lanes = blocks + [0.0] * (32 - len(blocks))
     for half in (16, 8, 4, 2, 1):
         lanes = [lanes[j] + lanes[j + half] for j in range(half)]
-    assert reference_noise.statistics(x).squares == lanes[0]
+    assert {found.squares for found in on_all(lambda engine: engine.statistics(x))} == {lanes[0]}
+
+
+@FEW
+@given(st.sampled_from(sorted(VALUES)), st.integers(0, 20_000), st.booleans(), st.integers(0, 1 << 30))
+def test_statistics_are_the_same_on_all_engines(name: str, count: int, shaped: bool, seed: int) -> None:
+    x = VALUES[name](count, generator(seed)).float()
+    shape = torch.randint(-12, 1, (count,), generator=generator(seed)).to(torch.int8) if shaped else None
+    found = on_all(lambda engine: engine.statistics(x, shape))
+    assert found == [found[0]] * len(found)
+    assert found[0].squares == pytest.approx(float(x[x.isfinite()].double().square().sum()), rel=1e-12)
+    assert found[0].finite == bool(x.isfinite().all())
+    assert native_noise.statistics_of([Part(x, shape=shape), Part(x)])[0] == found[0]
+
+
+@pytest.mark.parametrize("start", [0, 1, 65_500, 65_535, (1 << 32) - 40_000])
+def test_draws_are_the_same_wherever_the_index_carries(start: int) -> None:
+    x = torch.randn(140_000, generator=generator(2))
+    encoded([Part(x, 0.2, None, start, layout.key_of(1, 2, "w", "own", start), 12345)])
+
+
+def test_the_user_s_float_modes_do_not_matter() -> None:
+    x = torch.cat([torch.randn(3000, generator=generator(1)) * 1e-39, torch.randn(300, generator=generator(1)) * 1e-37])
+    part = part_of(x, 0.001)
+    expected, _ = encoded([part])
+    back = decoded(expected, [part])[0]
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush subnormals")
+        room, out = torch.zeros(20_000, dtype=torch.uint8), Part(torch.empty(3300))
+        size, _ = native_noise.encode([part], room, 7, 9)
+        native_noise.decode(room[:size], [out])
+        found = native_noise.statistics(x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == reference_noise.statistics(x)
+    assert torch.equal(room[:size], expected)
+    assert same_bits(out.values, back)
 
 
 def test_levels() -> None:
@@ -276,8 +364,9 @@ def test_a_frame_that_does_not_fit_its_slot_is_coarser() -> None:
             assert bool(((back - part.values).abs() <= layout.coarser(part.level, notch)).all())
     least = layout.blocks_offset([20_000, 50])
     assert encoded(parts, least)[0].numel() == least
-    with pytest.raises(Unsupported, match=f"a slot of {least - 1} bytes is too small.*at least {least}"):
-        encoded(parts, least - 1)
+    for engine in (reference_noise, native_noise):
+        with pytest.raises(Unsupported, match=rf"slot.*{least - 1}.*at least {least}"):
+            engine.encode(parts, torch.zeros(least - 1, dtype=torch.uint8))
 
 
 def test_a_frame_full_of_nan_that_does_not_fit_is_poisoned() -> None:
@@ -288,42 +377,118 @@ def test_a_frame_full_of_nan_that_does_not_fit_is_poisoned() -> None:
 
 
 def test_the_sum_of_frames_is_that_of_their_values_in_rank_order() -> None:
-    world, counts = 4, (5000, 33, 0, 700)
-    ranks = [
-        [part_of(torch.randn(n, generator=generator(rank * 10 + n)) * (1 + rank)) for n in counts]
-        for rank in range(world)
-    ]
+    world, counts = 4, (5000, 33, 0, 700, 9000)
+    shapes = [torch.randint(-12, 1, (n,), generator=generator(n)).to(torch.int8) for n in counts]
+    ranks = []
+    for rank in range(world):
+        rng = generator(rank)
+        values = [torch.randn(n, generator=rng) * (1 + rank) for n in counts]
+        values[0][5] = math.inf if rank == 1 else 1e25
+        values[3][:] = 0 if rank != 3 else math.nan
+        ranks.append([part_of(x, shape=shape) for x, shape in zip(values, shapes)])
     key = layout.key_of(1, 2, "w", "sum", 0)
-    sums = [Part(torch.empty(n), start=0, key=key) for n in counts]
-    terms = [parts if rank == 2 else encoded(parts)[0] for rank, parts in enumerate(ranks)]
-    room = torch.zeros(layout.body_bound(counts), dtype=torch.uint8)
-    size, notch = reference_noise.reduce(terms, sums, room, step=7, digest=9)
-    assert notch == 0
-    backs = [
-        [p.values for p in parts] if rank == 2 else decoded(encoded(parts)[0], parts)
-        for rank, parts in enumerate(ranks)
-    ]
+    sums = [Part(torch.empty(n), shape=shape, key=key) for n, shape in zip(counts, shapes)]
+    room = layout.body_bound(counts) + wire.HEADER_BYTES
+    sent, _ = frames(lambda: [Slot(parts, torch.full((room,), 0xA5, dtype=torch.uint8)) for parts in ranks])
+    terms = [ranks[2] if rank == 2 else sent[rank] for rank in range(world)]
+
+    def call(engine: ModuleType) -> tuple[torch.Tensor, Written]:
+        out = torch.full((room,), 0x5A, dtype=torch.uint8)
+        return out, engine.reduce(terms, Slot(sums, out), 7, 9)
+
+    (frame, written), *others = on_all(call)
+    for other, same in others:
+        assert same == written
+        assert torch.equal(other[: written.size], frame[: written.size])
+    backs = []
+    for rank, parts in enumerate(ranks):
+        outs = [Part(torch.empty(n), shape=shape) for n, shape in zip(counts, shapes)]
+        reference_noise.decode_frame(sent[rank], outs, 7, 9)
+        backs.append([part.values for part in (parts if rank == 2 else outs)])
     expected = []
-    for number in range(len(counts)):
+    for number, part in enumerate(sums):
         total = backs[0][number].clone()
         for rank in range(1, world):
             total += backs[rank][number]
         level = layout.level_of_sum([parts[number].level for parts in ranks])
-        expected.append(Part(total, level, key=key))
-    assert torch.equal(room[:size], encoded(expected)[0])
-    means = [Part(torch.empty(n)) for n in counts]
-    reference_noise.decode(room[:size], means, divisor=world)
-    for mean, whole in zip(means, decoded(room[:size], expected)):
-        assert same_bits(mean.values, whole / world)
+        expected.append(Part(total, level, part.shape, key=key))
+    body, _ = encoded(expected)
+    assert torch.equal(frame[wire.HEADER_BYTES : written.size], body)
+    for mean, whole in zip(decoded(body, expected, divisor=world), decoded(body, expected)):
+        assert same_bits(mean, whole / world)
+    for more, whole in zip(decoded(body, expected, add=True), decoded(body, expected)):
+        assert same_bits(more, 7 + whole)
 
 
 def test_a_poisoned_frame_poisons_the_sum() -> None:
     part = part_of(gradient(100))
-    room = torch.zeros(5000, dtype=torch.uint8)
-    size, _ = reference_noise.encode([part], room, poisoned=True)
-    out = torch.zeros(5000, dtype=torch.uint8)
-    written, _ = reference_noise.reduce([room[:size].clone(), [part]], [Part(torch.empty(100))], out)
-    assert bool(decoded(out[:written], [part])[0].isnan().all())
+    (bad, good), written = frames(
+        lambda: [Slot([part], torch.zeros(500, dtype=torch.uint8), poisoned) for poisoned in (True, False)]
+    )
+    assert [frame.poisoned for frame in written] == [True, False]
+    assert written[0].size == wire.HEADER_BYTES + layout.HEAD_BYTES
+
+    def call(engine: ModuleType) -> torch.Tensor:
+        out, values = torch.zeros(500, dtype=torch.uint8), Part(torch.empty(100))
+        assert engine.reduce([bad, [part], good], Slot([part], out), 7, 9).poisoned
+        engine.decode_frame(out, [values], 7, 9)
+        return values.values
+
+    for values in on_all(call):
+        assert bool(values.isnan().all())
+
+
+def test_a_frame_of_another_step_program_or_size_is_refused() -> None:
+    part = part_of(gradient(1000))
+    ((slot,), _) = frames(lambda: [Slot([part], torch.zeros(5000, dtype=torch.uint8))])
+    short, other = Part(torch.empty(999)), slot.clone()
+    other[3] = 2
+    cases = [
+        (slot, part, 8, 9, "another step or program"),
+        (slot, part, 7, 8, "another step or program"),
+        (slot, short, 7, 9, "does not fit its parts"),
+        (other, part, 7, 9, "does not fit its parts"),
+        (slot[:300], part, 7, 9, "or its slot"),
+    ]
+    for frame, into, step, digest, message in cases:
+        for engine in (reference_noise, native_noise):
+            with pytest.raises(Corrupt, match=message):
+                engine.decode_frame(frame, [Part(torch.empty_like(into.values))], step, digest)
+            with pytest.raises(Corrupt, match=message):
+                engine.reduce([frame], Slot([into], torch.zeros(5000, dtype=torch.uint8)), step, digest)
+    with pytest.raises(native_noise.DamagedTerm) as caught:
+        native_noise.reduce([slot, other], Slot([part], torch.zeros(5000, dtype=torch.uint8)), 7, 9)
+    assert caught.value.number == 1
+
+
+@FEW
+@given(st.sampled_from(sorted(VALUES)), st.integers(1, 600), st.integers(0, 1 << 30))
+def test_all_engines_refuse_the_same_damaged_bodies(name: str, count: int, seed: int) -> None:
+    rng, numbers = generator(seed), random.Random(seed)
+    part = part_of(VALUES[name](count, rng).float(), numbers.choice([0.0001, 0.01, 0.3]))
+    body, _ = encoded([part])
+    for _ in range(8):
+        damaged = body.clone()
+        for _ in range(numbers.choice((1, 1, 3))):
+            bit = numbers.randrange(8 * body.numel())
+            damaged[bit // 8] ^= 1 << bit % 8
+        if numbers.random() < 0.2:
+            damaged = damaged[: numbers.randrange(body.numel())].clone()
+
+        def call(engine: ModuleType, damaged: torch.Tensor = damaged) -> torch.Tensor | str:
+            out = Part(torch.empty(count))
+            try:
+                engine.decode(damaged, [out])
+            except (Corrupt, Truncated) as error:
+                return type(error).__name__
+            return out.values
+
+        first, *others = on_all(call)
+        for other in others:
+            if isinstance(first, str) or isinstance(other, str):
+                assert first == other
+            else:
+                assert same_bits(first, other)
 
 
 def test_damaged_bodies_are_refused_by_name() -> None:
@@ -353,7 +518,9 @@ def test_damaged_bodies_are_refused_by_name() -> None:
     ]
     for damaged, error, message in cases:
         with pytest.raises(error, match=message):
-            decoded(damaged, parts)
+            reference_noise.decode(damaged, parts)
+        with pytest.raises(error):
+            native_noise.decode(damaged, parts)
 
 
 def test_awkward_tensors_of_every_type() -> None:

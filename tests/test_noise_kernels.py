@@ -15,12 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_noise import VALUES, part_of
 
-from gradzip import wire
 from gradzip.engines import noise_layout as layout
 from gradzip.engines import reference_noise as reference
 from gradzip.engines.cuda import launch, noise, noise_message
 from gradzip.engines.cuda.noise_message import Layout, NoiseMessage
-from gradzip.engines.noise_layout import Part
+from gradzip.engines.noise_layout import Part, Slot
 from gradzip.errors import Corrupt, GradzipError, Unsupported
 from gradzip.exchange import parts
 from gradzip.exchange.parts import Table
@@ -269,22 +268,20 @@ class Ranks:
                 if rank == owner:
                     terms.append(own)
                     continue
-                room = torch.zeros(size - wire.HEADER_BYTES, dtype=torch.uint8)
-                count, _ = reference.encode(own, room, step, 9)
+                slot = Slot(own, torch.zeros(size, dtype=torch.uint8))
+                (written,) = reference.encode_frames([slot], step, 9)
                 frame = self.messages[rank].sent[owner * size : (owner + 1) * size].cpu()
-                header = wire.pack_header(17, torch.float32, sum(part.numel for part in parts), count, check=False)
-                assert bytes(frame[: wire.HEADER_BYTES].tolist()) == header
-                assert torch.equal(frame[wire.HEADER_BYTES :][:count], room[:count])
-                terms.append(room[:count])
+                assert torch.equal(frame[: written.size], slot.out[: written.size])
+                terms.append(slot.out)
             keys = [layout.key_of(1, step, NAMES[part.tensor], "sum", 0) for part in parts]
             shapes = [self.shape(part) for part in parts]
             sums = [Part(torch.empty(p.numel), 0.0, shape, p.start, key) for p, shape, key in zip(parts, shapes, keys)]
-            room = torch.zeros(self.slots[1] - wire.HEADER_BYTES, dtype=torch.uint8)
-            count, _ = reference.reduce(terms, sums, room, step, 9)
+            slot = Slot(sums, torch.zeros(self.slots[1], dtype=torch.uint8))
+            written = reference.reduce(terms, slot, step, 9)
             frame = self.messages[owner].sum_frame.cpu()
-            assert torch.equal(frame[wire.HEADER_BYTES :][:count], room[:count])
+            assert torch.equal(frame[: written.size], slot.out[: written.size])
             out = [Part(means[p.tensor][p.start : p.stop], shape=shape) for p, shape in zip(parts, shapes)]
-            reference.decode(room[:count], out, divisor=world)
+            reference.decode_frame(slot.out, out, step, 9, divisor=world)
         return means
 
     def shape(self, part: parts.Part) -> torch.Tensor | None:

@@ -15,10 +15,11 @@ from gradzip.collectives.layout import Layout
 from gradzip.collectives.terms import How
 from gradzip.collectives.topology import Topology
 from gradzip.errors import Unsupported
-from gradzip.exchange.coding import Coder, Hop, Message, MessageCodec, Raw, Values
+from gradzip.exchange.coding import Coder, Message, MessageCodec, Raw, Values
+from gradzip.exchange.compiler import compile_route, lowered
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.parts import Table
-from gradzip.exchange.program import VALUES, Encode, Program, Recode, compile_route
+from gradzip.exchange.program import VALUES, Communicate, Encode, Hop, Program, Recode
 from gradzip.routes import NAMED, Route, tree
 
 WORLD = HOSTS * LOCAL
@@ -95,6 +96,8 @@ class AddsOneToo(Raw):
         plain, seen = super().coder(message), self.seen
 
         class Adding(type(plain)):  # type: ignore[misc]
+            recode = Coder.recode  # decodes and encodes
+
             def encode(self, table: Table, owners: Any, values: Values, hop: Hop, out: Any) -> list[int]:
                 seen.append((self.message.rank, len(owners), hop))
                 return super().encode(table, owners, Values([x + 1 for x in values.tensors]), hop, out)
@@ -224,6 +227,37 @@ def test_buffers_have_the_size_of_what_they_hold() -> None:
         assert sizes[rank]["values"] == sizes[rank]["frames1"] == sizes[rank]["frames5"] == 4 * 5123
         assert sizes[rank]["frames2"] == 4 * 4 * owned[rank], "one frame from each rank"
         assert sizes[rank]["frames4"] == 4 * owned[rank]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", [*NAMED.values(), *tree(("gpu",))], ids=str)
+def test_lowered_programs_give_the_same_bits(route: Route, dtype: torch.dtype) -> None:
+    sizes = [EVEN, 3, 700, 0, 1]
+    gradients = [[gradient(n, seed=rank + i, dtype=dtype) for i, n in enumerate(sizes)] for rank in range(WORLD)]
+    program = compiled(route, sizes, dtype=dtype)
+    flat = lowered(program)
+    plain = {buffer.name for buffer in flat.buffers if not buffer.coded}
+    assert not any(step.source in plain for step in flat.steps if isinstance(step, Communicate))
+    for expected, result in zip(interpreted(program, gradients), interpreted(flat, gradients)):
+        assert all(same_bits(a, b) for a, b in zip(expected, result))
+
+
+@pytest.mark.parametrize("name", ["alltoall", "allgather", "ring", "gather", "allreduce", "hierarchical"])
+def test_chunks_of_a_program_give_the_bits_of_the_whole(name: str) -> None:
+    sizes = [70_000, 3, 700, 0, 90_001]
+    gradients = [[gradient(n, seed=rank + i) for i, n in enumerate(sizes)] for rank in range(WORLD)]
+    program = compiled(NAMED[name], sizes)
+    chunks = program.chunked(10_000)
+    assert len(chunks) == (1 if name == "hierarchical" else 4)
+    assert len({chunk.digest for chunk in chunks}) == len(chunks)
+    whole = interpreted(program, gradients)
+    joined = [[torch.full_like(x, torch.nan) for x in of_rank] for of_rank in gradients]
+    for chunk in chunks:
+        for rank, result in enumerate(interpreted(chunk, gradients)):
+            for part in chunk.table(rank, chunk.buffer(VALUES)).parts:
+                joined[rank][part.tensor][part.start : part.stop] = result[part.tensor][part.start : part.stop]
+    for a, b in zip(whole, joined):
+        assert all(same_bits(x, y) for x, y in zip(a, b))
 
 
 def test_uneven_hosts_take_flat_routes_alone() -> None:

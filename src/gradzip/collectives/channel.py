@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,12 @@ _make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nc
 _least = LEAST
 
 
+class Worker(Protocol):
+    def stop(self, patience: float) -> bool:
+        """Ends the threads; False if one is still busy after that many seconds."""
+        ...
+
+
 class Channel:
     def __init__(
         self,
@@ -62,6 +69,7 @@ class Channel:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
+        self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
         self.error: BaseException | None = None
         self._failing = threading.Lock()
         self._told = threading.Event()  # the others have had time to hear of the error
@@ -260,6 +268,8 @@ class Channel:
         _forget(self)
         self.health.stop(patience)
         ended = self.pipeline.stop(patience)
+        for worker in self.workers:
+            ended &= worker.stop(patience)
         if self.carrier is not None:
             ended &= self.carrier.close(patience)
         if ended:

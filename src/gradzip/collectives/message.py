@@ -101,6 +101,11 @@ class Outcome:
     collectives: int = 0  # that a textbook would count
     coding: float = 0.0  # seconds
     waiting: float = 0.0
+    values: int = 0  # that went through codecs of whole messages
+    noise: float = 0.0  # the sum of squares of what rounding at random added to the means, as far as it is expected
+    squares: float = 0.0  # of these means, their sum of squares
+    allowed: float = 0.0  # how large `noise` may be, on average over steps
+    coarser: int = 0  # frames that did not fit their slots at first
 
     def add(self, other: Outcome) -> None:
         self.finite &= other.finite
@@ -110,6 +115,11 @@ class Outcome:
         self.collectives += other.collectives
         self.coding += other.coding
         self.waiting += other.waiting
+        self.values += other.values
+        self.noise += other.noise
+        self.squares += other.squares
+        self.allowed += other.allowed
+        self.coarser += other.coarser
 
 
 def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall") -> str:

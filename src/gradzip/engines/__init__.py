@@ -40,10 +40,8 @@ def load(name: str) -> ModuleType:
 
 def noise(device: torch.device | str) -> ModuleType:
     """The engine of the codec `noise` for tensors on `device`."""
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise Unsupported(f"the codec noise has no engine for {kind}: move the tensor to the CPU first")
-    return importlib.import_module(".cuda.noise" if kind == "cuda" else ".reference_noise", __name__)
+    name = pick(device).NAME
+    return importlib.import_module(".cuda.noise" if name == "cuda" else f".{name}_noise", __name__)
 
 
 def pick(device: torch.device | str) -> ModuleType:

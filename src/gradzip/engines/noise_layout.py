@@ -6,13 +6,16 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import Unsupported
 from .noise_tables import LENGTHS, REACHES, THRESHOLDS
 
+CODEC = 17  # its id in frames
 BLOCK = 8192  # values
 ROW = 128  # values; a lane holds 8 of them
 LANES = 16
@@ -102,6 +105,14 @@ class Statistics:
     finite: bool  # whether all values are
 
 
+class Measured(NamedTuple):
+    """The statistics of many tensors."""
+
+    squares: npt.NDArray[np.float64]
+    weights: npt.NDArray[np.int64]
+    finite: npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class Part:
     """Values of one tensor that lie in a frame one behind the other, and how to draw for them."""
@@ -112,6 +123,93 @@ class Part:
     start: int = 0  # index of the first value in its tensor
     key: int = 0  # see key_of
     offset: int = 0  # added to the draws: see offset_of
+
+
+# A part as native/gradzip.h has it.
+_PART = np.dtype(
+    [
+        ("values", "<u8"),
+        ("n", "<u8"),
+        ("shape", "<u8"),
+        ("start", "<u8"),
+        ("key", "<u8"),
+        ("offset", "<u4"),
+        ("level", "<f4"),
+    ]
+)
+
+
+class Shapes:
+    """The shapes of some tensors, with their addresses; None: a tensor has none."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self.tensors = tensors
+        self.addresses = np.array([0 if shape is None else shape.data_ptr() for shape in tensors], np.uint64)
+
+
+class PackedParts(Sequence[Part]):
+    """Parts that stay where they are, as an array that is made once and filled in again in each step."""
+
+    def __init__(
+        self, values: Sequence[torch.Tensor], tensors: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+    ) -> None:
+        """`tensors` and `starts` tell of which tensor the values of each part are, and from where on."""
+        self._values, self._tensors, self._shapes = values, tensors, Shapes([])
+        self.array = np.zeros(len(values), _PART)
+        self.array["values"] = [part.data_ptr() for part in values]
+        self.array["n"] = [part.numel() for part in values]
+        self.array["start"] = starts
+
+    def fill(
+        self,
+        keys: npt.NDArray[np.uint64],
+        offset: int = 0,
+        levels: npt.NDArray[np.float32] | None = None,
+        shapes: Shapes | None = None,
+    ) -> PackedParts:
+        """Takes what changes from step to step; keys, levels and shapes are those of whole tensors."""
+        self.array["key"] = keys[self._tensors]
+        self.array["offset"] = offset
+        self.array["level"] = 0 if levels is None else levels[self._tensors]
+        self.array["shape"] = 0
+        if shapes is not None:
+            found = shapes.addresses[self._tensors]
+            self.array["shape"] = np.where(found > 0, found + self.array["start"], 0)
+            self._shapes = shapes
+        return self
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, number: int) -> Part: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Part]: ...
+    def __getitem__(self, number: int | slice) -> Part | list[Part]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        row, values = self.array[number], self._values[number]
+        start = int(row["start"])
+        whole = self._shapes.tensors[self._tensors[number]] if row["shape"] else None
+        shape = None if whole is None else whole[start : start + values.numel()]
+        return Part(values, float(row["level"]), shape, start, int(row["key"]), int(row["offset"]))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Room for one frame in a message."""
+
+    parts: Sequence[Part]
+    out: torch.Tensor  # uint8
+    poisoned: bool = False  # everything shall decode to NaN
+
+
+class Written(NamedTuple):
+    """A frame in its slot."""
+
+    size: int  # bytes, with the header
+    notch: int
+    poisoned: bool
 
 
 def name_key(seed: int, name: str, hop: str, index: int) -> int:
@@ -168,6 +266,15 @@ def level(statistics: Statistics, share: float, world: int, hops: int = 2) -> fl
     weights = statistics.weights / 4.0**12
     value = ((share * (12.0 / hops * world / (world + 1))) * statistics.squares) / weights
     return _as_level(math.sqrt(value))
+
+
+def levels(measured: Measured, share: float, world: int) -> npt.NDArray[np.float32]:
+    """The same for many tensors at once, whose means take two lossy hops."""
+    squares, weights, finite = measured
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        values = ((share * (12.0 / 2 * world / (world + 1))) * squares) / (weights / 4.0**12)
+        found = np.clip(np.sqrt(values).astype(np.float32), np.float32(SMALLEST_LEVEL), np.float32(LARGEST_LEVEL))
+    return np.where(squares > 0, found, np.where(finite, np.float32(0), np.float32(np.nan)))
 
 
 def level_of_sum(levels: Sequence[float]) -> float:

@@ -1,11 +1,11 @@
 """The codec `noise` in plain NumPy, section by section as docs/format.md has it. Slow, and the oracle of all others.
 
-    statistics       what the level of a tensor is made of
-    encode           one frame of many parts, coarser by as many notches as its slot asks for
-    decode           a frame into its parts
-    reduce           frames of all ranks added in rank order, and the sum as a frame
-
-A frame is the header of docs/format.md, "Frame", and a body; functions here know bodies only.
+statistics       what the level of a tensor is made of
+encode           the body of one frame of many parts, coarser by as many notches as its room asks for
+decode           a body into its parts
+encode_frames    several frames, with headers, into their slots
+decode_frame     the frame in a slot into its parts
+reduce           the frames of all ranks added in rank order, and the sum as a frame
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .. import wire
 from ..errors import Corrupt, Truncated, Unsupported
 from .noise_layout import (
     BLOCK,
     BLOCK_HEAD_BYTES,
     CLASSES,
+    CODEC,
     DEEPEST,
     ESCAPE,
     GIANT,
@@ -38,8 +41,11 @@ from .noise_layout import (
     SMALLEST_LEVEL,
     WIDE,
     WIDE_MOST,
+    Measured,
     Part,
+    Slot,
     Statistics,
+    Written,
     blocks_of,
     blocks_offset,
     class_of,
@@ -71,6 +77,14 @@ def statistics(x: torch.Tensor, shape: torch.Tensor | None = None) -> Statistics
     squares = np.where(finite, values, 0).astype(np.float64) ** 2
     weights = values.size << 24 if shape is None else sum(1 << 2 * (int(d) - DEEPEST) for d in shape.tolist())
     return Statistics(_ordered_sum(squares), weights, bool(finite.all()))
+
+
+def measure(parts: Sequence[Part]) -> Measured:
+    """Of many tensors, each of them one whole part."""
+    found = [statistics(part.values, part.shape) for part in parts]
+    squares = np.array([one.squares for one in found], np.float64)
+    weights = np.array([one.weights for one in found], np.int64)
+    return Measured(squares, weights, np.array([one.finite for one in found], np.bool_))
 
 
 def _ordered_sum(terms: npt.NDArray[np.float64]) -> float:
@@ -164,7 +178,7 @@ def encode_block(q: Floats) -> bytes:
     packed = sum(value << (4 << width) * i for i, value in enumerate(over)).to_bytes(8 << width, "little")
     head = struct.pack("<BBH", number, width | masked << 2, base)
     planes, tail = rest
-    block = head + mask + packed + planes + b"".join(lanes) + tail
+    block = head + mask + planes + packed + b"".join(lanes) + tail
     if len(block) >= BLOCK_HEAD_BYTES + 4 * q.size:
         return struct.pack("<BBH", RAW, 0, 0) + q.astype("<f4").tobytes()
     return block
@@ -235,17 +249,15 @@ def decode_block(block: bytes, count: int) -> Floats:
             raise Corrupt("the mask of a noise block names rows that it does not have")
         coded = np.array([bool(mask >> r & 1) for r in range(total)])
     low, rows = low_bits(number), int(coded.sum())
-    packed = int.from_bytes(block[at : at + (8 << width)], "little")
-    at += 8 << width
+    planes, at = block[at : at + 16 * low * rows], at + 16 * low * rows
+    packed, at = int.from_bytes(block[at : at + (8 << width)], "little"), at + (8 << width)
     lengths = [base + (packed >> (4 << width) * i & ((1 << (4 << width)) - 1)) for i in range(LANES)]
-    planes_end = at + 16 * low * rows
-    lists = planes_end + sum(lengths)
+    lists = at + sum(lengths)
     if lists > len(block):
         raise Corrupt("a noise block ends inside its lanes")
-    bits = np.unpackbits(np.frombuffer(block, np.uint8)[at:planes_end], bitorder="little").reshape(rows, low, ROW)
+    bits = np.unpackbits(np.frombuffer(planes, np.uint8), bitorder="little").reshape(rows, low, ROW)
     lows = sum((bits[:, b].astype(np.int64) << b for b in range(low)), np.zeros((rows, ROW), np.int64))
     pairs = np.empty((rows, ROW // 2), np.int64)
-    at = planes_end
     for lane, length in enumerate(lengths):
         pairs[:, 4 * lane : 4 * lane + 4] = _read_lane(block[at : at + length], table_of(number), rows)
         at += length
@@ -389,34 +401,68 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
             here[:] = here + decoded if add else decoded / np.float32(divisor)
 
 
-def reduce(
-    terms: Sequence[torch.Tensor | Sequence[Part]],
-    parts: Sequence[Part],
-    out: torch.Tensor,
-    step: int = 0,
-    digest: int = 0,
-) -> tuple[int, int]:
-    """Adds what all ranks have of some parts, in rank order, and writes the sum as a body into `out`, its slot.
+# --- Frames in slots --------------------------------------------------------------------------------------------------
 
-    A term is a body, or the parts of this rank itself, which count as they are and bring their levels. `parts` says
-    how to draw for the sums; their values are not used, and neither are their levels. Returns the bytes and the notch.
+
+def encode_frames(slots: Sequence[Slot], step: int, digest: int) -> list[Written]:
+    """Writes a frame, with its header, into every slot."""
+    return [_encode_frame(slot, slot.parts, step, digest, slot.poisoned) for slot in slots]
+
+
+def _encode_frame(slot: Slot, parts: Sequence[Part], step: int, digest: int, poisoned: bool) -> Written:
+    size, notch = encode(parts, slot.out[wire.HEADER_BYTES :], step, digest, poisoned)
+    numel = sum(part.values.numel() for part in parts)
+    wire.write_header(slot.out, CODEC, torch.float32, numel, size, check=False)
+    flags = int(slot.out[wire.HEADER_BYTES + 6])
+    return Written(wire.HEADER_BYTES + size, notch, bool(flags & POISONED))
+
+
+def decode_frame(
+    slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, add: bool = False, divisor: int = 1
+) -> None:
+    """Reads the frame in a slot into the values of its parts, divided by `divisor`; or adds it to them."""
+    decode(_body_of(slot, [part.values.numel() for part in parts], step, digest), parts, add, divisor)
+
+
+def _body_of(slot: torch.Tensor, counts: Sequence[int], step: int, digest: int) -> torch.Tensor:
+    """The body of the frame in a slot, of which it need not be all."""
+    if slot.numel() < wire.HEADER_BYTES:
+        raise Truncated("a noise frame ends inside its header")
+    size = int.from_bytes(slot[16:24].numpy().tobytes(), "little")
+    expected = wire.pack_header(CODEC, torch.float32, sum(counts), size, check=False)
+    if slot[: wire.HEADER_BYTES].numpy().tobytes() != expected or size > slot.numel() - wire.HEADER_BYTES:
+        raise Corrupt("the header of a noise frame does not fit its parts or its slot")
+    body = slot[wire.HEADER_BYTES : wire.HEADER_BYTES + size]
+    if size >= HEAD_BYTES and _HEAD.unpack_from(body.numpy().tobytes())[3:] != (step & 0xFFFFFFFF, digest & 0xFFFFFFFF):
+        raise Corrupt("a noise frame of another step or program")
+    return body
+
+
+def reduce(terms: Sequence[torch.Tensor | Sequence[Part]], slot: Slot, step: int, digest: int) -> Written:
+    """Adds what all ranks have of some parts, in rank order, and writes the sum into a slot.
+
+    A term is a frame in its slot, or the parts of this rank itself, which count as they are and bring their levels.
+    The slot's parts say how to draw for the sums; neither their values nor their levels are used.
     """
-    counts = [part.values.numel() for part in parts]
-    frames = [Frame(term, counts) if isinstance(term, torch.Tensor) else term for term in terms]
-    poisoned = any(isinstance(frame, Frame) and frame.poisoned for frame in frames)
+    counts = [part.values.numel() for part in slot.parts]
+    ranks = [
+        Frame(_body_of(term, counts, step, digest), counts) if isinstance(term, torch.Tensor) else term
+        for term in terms
+    ]
+    poisoned = any(isinstance(rank, Frame) and rank.poisoned for rank in ranks)
     sums = list[Part]()
-    for number, part in enumerate(parts):
+    for number, part in enumerate(slot.parts):
         total, levels = np.zeros(0, np.float32), list[float]()
-        for rank, frame in enumerate(frames):
-            if isinstance(frame, Frame):
-                term, level = frame.decoded(number, part.shape), frame.levels[number]
+        for first, rank in enumerate(ranks):
+            if isinstance(rank, Frame):
+                term, level = rank.decoded(number, part.shape), rank.levels[number]
             else:
-                term, level = _floats(frame[number].values), frame[number].level
+                term, level = _floats(rank[number].values), rank[number].level
             with np.errstate(over="ignore", invalid="ignore"):
-                total = term.copy() if rank == 0 else total + term
+                total = total + term if first else term.copy()
             levels.append(level)
-        sums.append(Part(torch.from_numpy(total), level_of_sum(levels), part.shape, part.start, part.key, part.offset))
-    return encode(sums, out, step, digest, poisoned)
+        sums.append(replace(part, values=torch.from_numpy(total), level=level_of_sum(levels)))
+    return _encode_frame(slot, sums, step, digest, poisoned)
 
 
 def _floats(x: torch.Tensor) -> Floats:

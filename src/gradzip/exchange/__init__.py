@@ -1,7 +1,9 @@
 """The exchange: how gradients become their mean over all ranks.
 
 parts         how tensors are dealt out to the ranks that add them up; the table that engines take
-program       an exchange as a list of steps, compiled once from a route and a message's layout
+program       an exchange as a list of steps
+compiler      makes the program of a route and a message's layout
 coding        what a codec offers that codes whole messages; the values as they are, or cast to 16 bits
 interpreter   runs a program for all ranks in one process, in plain torch: the oracle
+on_host       runs a program over Gloo, from and to the memory of the CPU
 """

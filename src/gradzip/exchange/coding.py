@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ..codecs.base import wide
+from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
 from .parts import Table
+from .program import Hop
 
 Frames = Sequence[torch.Tensor | None]  # None stands for a rank's own values, which it does not send to itself
 
@@ -31,16 +33,16 @@ class Message:
     world: int = 1
     step: int = 0
     seed: int = 0  # equal on all ranks
-    shapes: Sequence[torch.Tensor | None] = ()  # how coarse each value may be, an int8 each; none: all alike
+    shapes: Shapes | None = None  # how coarse each value may be, an int8 each; None: all alike
 
 
-class Hop(NamedTuple):
-    """What is encoded."""
+class Noisy(NamedTuple):
+    """What rounding at random adds to the means of a message."""
 
-    number: int  # of this encode in the route
-    summed: int  # ranks in the sum
-    own: bool  # a rank's own gradients, as DDP gave them
-    wide: bool  # sums in float32; else values of the gradients' own type
+    noise: float  # the sum of its squares that is to be expected
+    squares: float  # the sum of squares of the means
+    share: float  # how much of that the noise may be, on average over steps
+    coarser: int  # frames that were rounded more coarsely than that asks for, to fit their slots
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Values:
     """The tensors of a message, flat; with views of their parts, which are made once for each table."""
 
     tensors: Sequence[torch.Tensor]
+    kept: dict[object, Any] = field(default_factory=dict)  # what coders keep about them from step to step
     _views: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
@@ -66,6 +69,10 @@ class Coder(ABC):
 
     def measure(self, values: Values) -> None:  # noqa: B027  # most need not
         """Sees the rank's own gradients, whole, before any of them is encoded."""
+
+    def noisy(self, values: Values) -> Noisy | None:
+        """What the codec added to the means, which are in `values`; None: it does not round at random."""
+        return None
 
     @abstractmethod
     def encode(
@@ -137,6 +144,9 @@ class Raw(MessageCodec):
         return _RawCoder(message, self)
 
 
+RAW = Raw("raw")
+
+
 class _RawCoder(Coder):
     def __init__(self, message: Message, codec: Raw) -> None:
         super().__init__(message)
@@ -163,20 +173,41 @@ class _RawCoder(Coder):
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        targets, kind = out.parts(table, owner), self._kind(hop)
-        if not targets:
-            return
-        sizes = [target.numel() for target in targets]
+        targets = out.parts(table, owner)
+        if targets:
+            mean = self._mean(table, owner, frames, own, hop, by)
+            torch._foreach_copy_(targets, list(mean.split_with_sizes([target.numel() for target in targets])))
+
+    def recode(
+        self,
+        table: Table,
+        owner: int,
+        frames: Frames,
+        own: Values | None,
+        hop: Hop,
+        by: int,
+        after: Hop,
+        out: torch.Tensor,
+    ) -> int:
+        size = table.numel(owner) * self._kind(after).itemsize
+        if size:
+            mean = self._mean(table, owner, frames, own, hop, by)
+            rounded = mean if after.wide else mean.to(self.message.dtype)
+            out[:size].view(self._kind(after)).copy_(rounded)
+        return size
+
+    def _mean(self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, by: int) -> torch.Tensor:
+        """The sum of frames, in their order, divided; one part behind the other."""
+        count, kind = table.numel(owner), self._kind(hop)
         total: torch.Tensor | None = None
         for frame in frames:
             if frame is None:
                 assert own is not None
-                term = torch.cat([part.view(-1) for part in own.parts(table, owner)])
-            elif frame.numel() < sum(sizes) * kind.itemsize:
-                raise Corrupt(f"a frame of {frame.numel()} bytes came where {sum(sizes)} x {kind} were expected")
+                term = torch.cat(own.parts(table, owner))
+            elif frame.numel() < count * kind.itemsize:
+                raise Corrupt(f"a frame of {frame.numel()} bytes came where {count} x {kind} were expected")
             else:
-                term = frame[: sum(sizes) * kind.itemsize].view(kind)
+                term = frame[: count * kind.itemsize].view(kind)
             total = wide(term) if total is None else total + wide(term)
         assert total is not None
-        mean = total / by if by > 1 else total
-        torch._foreach_copy_(targets, list(mean.split_with_sizes(sizes)))
+        return total / by if by > 1 else total

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .coding import Coder, Frames, Hop, Message, MessageCodec, Values
+from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
 from .program import (
     VALUES,
     AllGather,
@@ -40,11 +40,11 @@ class Interpreter:
 
     def __init__(self, program: Program, codec: MessageCodec, messages: Sequence[Message]) -> None:
         self._program, self._codec = program, codec
-        self._coders: list[Coder] = [codec.coder(message) for message in messages]
+        self._coders = [codec.coder(message) for message in messages]
+        self._raw = [RAW.coder(message) for message in messages]
         self._ranks = range(program.world)
         self._plain: list[dict[str, Tensors]] = []
         self._coded: list[dict[str, Coded]] = [{} for _ in self._ranks]
-        self._hops: dict[str, Hop] = {}  # by the name of the buffer with its frames
 
     def run(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[Tensors]:
         """The mean of gradients[rank][tensor], flat ones, as each rank gets it."""
@@ -64,8 +64,7 @@ class Interpreter:
 
     def _alone(self, step: Step, rank: int) -> None:
         if isinstance(step, Encode):
-            hop = Hop(step.number, step.summed, step.own, self._buffer(step.target).wide)
-            self._encode(step, rank, hop, self._plain[rank][step.source])
+            self._encode(step, rank, self._plain[rank][step.source])
         elif isinstance(step, Decode):
             self._plain[rank][step.target] = self._decode(step, rank, self._buffer(step.target))
         elif isinstance(step, Recode):
@@ -74,31 +73,31 @@ class Interpreter:
             assert isinstance(step, Copy)
             self._plain[rank][step.target] = [tensor.clone() for tensor in self._plain[rank][step.source]]
 
-    def _encode(self, step: Encode | Recode, rank: int, hop: Hop, values: Tensors) -> None:
+    def _encode(self, step: Encode | Recode, rank: int, values: Tensors) -> None:
         target = self._buffer(step.target)
         table = self._program.table(rank, target)
         kind = self._kind(target)
         owners = [self._program.leaf(rank, target, step)] if target.leaf else list(range(table.owners))
-        rooms = [torch.empty(self._codec.bound(table, owner, kind), dtype=torch.uint8) for owner in owners]
-        sizes = self._coders[rank].encode(table, owners, Values(values), hop, rooms)
-        frames = [room[:size].clone() for room, size in zip(rooms, sizes)]
-        self._coded[rank][step.target], self._hops[step.target] = [frames], hop
+        codec = RAW if target.raw else self._codec
+        rooms = [torch.empty(codec.bound(table, owner, kind), dtype=torch.uint8) for owner in owners]
+        coder, hop = self._coder(rank, target), self._program.hop(target.name)
+        sizes = coder.encode(table, owners, Values(values), hop, rooms)
+        self._coded[rank][step.target] = [[room[:size].clone() for room, size in zip(rooms, sizes)]]
 
     def _recode(self, step: Recode, rank: int) -> None:
         source, target = self._buffer(step.source), self._buffer(step.target)
-        hop = Hop(step.number, step.summed, False, target.wide)
         table = self._program.table(rank, source)
         owner = self._program.leaf(rank, source, step) if source.leaf else 0
         if source.over == target.over and (source.leaf or table.owners == 1):
             own = None if step.own is None else Values(self._plain[rank][step.own])
             room = torch.empty(self._codec.bound(table, owner, self._kind(target)), dtype=torch.uint8)
             by = self._program.world if step.divide else 1
-            terms, before = self._terms(step, rank, 0), self._hops[step.source]
-            size = self._coders[rank].recode(table, owner, terms, own, before, by, hop, room)
-            self._coded[rank][step.target], self._hops[step.target] = [[room[:size].clone()]], hop
+            terms, hops = self._terms(step, rank, 0), [self._program.hop(name) for name in (step.source, step.target)]
+            size = self._coders[rank].recode(table, owner, terms, own, hops[0], by, hops[1], room)
+            self._coded[rank][step.target] = [[room[:size].clone()]]
             return
         plain = Buffer("", False, source.within, wide=target.wide)
-        self._encode(step, rank, hop, self._decode(step, rank, plain))
+        self._encode(step, rank, self._decode(step, rank, plain))
 
     def _decode(self, step: Decode | Recode, rank: int, target: Buffer) -> Tensors:
         source = self._buffer(step.source)
@@ -109,8 +108,12 @@ class Interpreter:
         by = self._program.world if step.divide else 1
         for number, owner in enumerate(owners):
             terms = self._terms(step, rank, number)
-            self._coders[rank].decode(table, owner, terms, own, self._hops[step.source], Values(out), by)
+            hop = self._program.hop(step.source)
+            self._coder(rank, source).decode(table, owner, terms, own, hop, Values(out), by)
         return out
+
+    def _coder(self, rank: int, frames: Buffer) -> Coder:
+        return self._raw[rank] if frames.raw else self._coders[rank]
 
     def _terms(self, step: Decode | Recode, rank: int, number: int) -> Frames:
         """The frames to be added for an owner; None stands for the rank's own values."""
@@ -127,8 +130,6 @@ class Interpreter:
     def _communicate(self, step: Communicate, ranks: Sequence[int]) -> None:
         """All ranks read before any writes: a step may write what another rank still has to read."""
         coded = self._buffer(step.source).coded
-        if coded:
-            self._hops[step.target] = self._hops[step.source]
         for rank, data in [(rank, self._received(step, rank)) for rank in ranks]:
             if data is not None:
                 (self._coded if coded else self._plain)[rank][step.target] = data

@@ -83,6 +83,11 @@ class Table:
         ranges = [_Range(part.tensor, part.start, part.stop) for part in self.of_owner(owner)]
         return _table(self.names, self.sizes, ranges, counts, self.dealt)
 
+    def joined(self) -> Table:
+        """The same parts with one owner."""
+        ranges = [_Range(part.tensor, part.start, part.stop) for part in sorted(self.parts)]
+        return Table(self.names, self.sizes, 1, tuple(_placed([ranges])), self.dealt // self.owners)
+
     def of_owner(self, owner: int) -> tuple[Part, ...]:
         first, last = self._firsts[owner : owner + 2]
         return self.parts[first:last]

@@ -17,17 +17,16 @@ Sums are formed in float32, in the order of ranks within each group.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from ..collectives.terms import Members
 from ..collectives.topology import Topology
 from ..routes import Route
-from ..routes import Step as RouteStep
 from .parts import Table
 
 VALUES = "values"  # the buffer with a rank's gradients, where their mean ends up
@@ -186,6 +185,16 @@ class Buffer:
     terms: Groups = ()
     wide: bool = False  # values are sums in float32, not of the gradients' own type
     leaf: bool = False  # one frame, of the part of some member of the last group of `over`
+    raw: bool = False  # frames are values as they are, whatever the codec: see compiler.py
+
+
+class Hop(NamedTuple):
+    """What the frames of an encode hold."""
+
+    number: int  # of this encode in the route
+    summed: int  # ranks in the sum
+    own: bool  # a rank's own gradients, as DDP gave them
+    wide: bool  # sums in float32; else values of the gradients' own type
 
 
 Bound = Callable[[Table, int, bool], int]  # bytes of a frame for an owner; the flag is Buffer.wide
@@ -203,6 +212,7 @@ class Program:
     hosts: tuple[tuple[int, ...], ...]
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
+    chunk: Table | None = None  # where the program is about a part of the message alone: see `chunked`
 
     def __str__(self) -> str:
         count, values = len(self.names), sum(self.sizes)
@@ -213,7 +223,7 @@ class Program:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ where programs do."""
-        said = repr((str(self), self.names, self.sizes, self.buffers))
+        said = repr((str(self), self.names, self.sizes, self.buffers, self.chunk and self.chunk.digest))
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     @property
@@ -234,10 +244,30 @@ class Program:
         """The parts that a rank's buffer has a frame for, one owner each; for plain values, one owner has it all."""
         key = self._place(rank, buffer.within), buffer.within, buffer.over
         if key not in self._tables:
-            sizes = [self._size(group) for group in buffer.within]
-            over = [self._size(group) for group in buffer.over]
-            self._tables[key] = Table.of(self.names, self.sizes, sizes).within(key[0], over)
+            self._tables[key] = self._table(*key)
         return self._tables[key]
+
+    def _table(self, place: int, within: Groups, over: Groups) -> Table:
+        if self.chunk is None:
+            table = Table.of(self.names, self.sizes, [self._size(group) for group in within])
+            return table.within(place, [self._size(group) for group in over])
+        if within:
+            return self.chunk.within(place, [])
+        return self.chunk if over else self.chunk.joined()
+
+    def hop(self, buffer: str) -> Hop:
+        """The encode that made the frames in a buffer."""
+        return self._hops[buffer]
+
+    def chunked(self, values: int) -> list[Program]:
+        """Programs for parts of the message, with frames of about so many values, that together are this one.
+
+        A message that is dealt out twice stays whole.
+        """
+        groups = {step.group for step in self.steps if isinstance(step, Communicate)}
+        if groups != {"flat"}:
+            return [self]
+        return [replace(self, chunk=table) for table in Table.of(self.names, self.sizes, [self.world]).chunks(values)]
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""
@@ -286,191 +316,16 @@ class Program:
         return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
+    def _hops(self) -> dict[str, Hop]:
+        found: dict[str, Hop] = {}
+        for step in self.steps:
+            if isinstance(step, Encode | Recode):
+                own = isinstance(step, Encode) and step.own
+                found[step.target] = Hop(step.number, step.summed, own, self.buffer(step.target).wide)
+            elif isinstance(step, Communicate) and self.buffer(step.source).coded:
+                found[step.target] = found[step.source]
+        return found
+
+    @cached_property
     def _tables(self) -> dict[tuple[int, Groups, Groups], Table]:
         return {}
-
-
-def compile_route(
-    codec: str,
-    route: Route,
-    names: Sequence[str],
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    topology: Topology,
-    codes_sums: bool = False,
-) -> Program:
-    """The program of a route for a message of these tensors.
-
-    `codes_sums`: the codec wants to code sums as they are, so that they are divided when they are decoded for the last
-    time; others code means. `codec` is the codec's text form, which ranks compare.
-    """
-    topology.check(route)
-    compiler = _Compiler(route, topology, codes_sums)
-    compiler.run()
-    steps, buffers = tuple(compiler.steps), tuple(compiler.buffers)
-    return Program(codec, route, tuple(names), tuple(sizes), dtype, topology.hosts, steps, buffers)
-
-
-class _Compiler:
-    """Walks over a route and keeps track of what ranks hold."""
-
-    def __init__(self, route: Route, topology: Topology, codes_sums: bool) -> None:
-        self._route, self._codes_sums = route, codes_sums
-        self._sizes = {name: members.size for name, members in topology.groups().items()}
-        self._world = topology.world
-        self._held = Buffer(VALUES, False, ())
-        self.steps: list[Step] = []
-        self.buffers: list[Buffer] = [self._held]
-        self._made = 0  # buffers so far
-        self._only: Groups = ()
-        self._summed, self._divided, self._encodes = 1, False, 0
-        self._own: str | None = None  # plain values that the held frames were made of, while they may stand for them
-        self._is_own = True  # the plain values are gradients as DDP gave them
-        self._encodes_follow = False  # after the step that is compiled
-
-    def run(self) -> None:
-        steps = self._route.steps
-        for number, (step, joins) in enumerate(zip(steps, self._route.joins)):
-            rest = steps[number + 1 :]
-            self._encodes_follow = any(later.kind == "enc" for later in rest)
-            if step.kind == "enc":
-                if rest[0].kind == "ring":
-                    self._ring(rest[0].where, step.where)
-                else:
-                    over = tuple(later.where for later in _before_decoding(rest) if later.kind == "a2a")
-                    self._encode(step.where, over)
-            elif step.kind == "dec":
-                self._decode(step.where, last=not rest)
-            elif step.kind != "ring":
-                self._communicate(step.kind, step.where, joins)
-        if self._held.name != VALUES:
-            self.steps[-1] = replace(self.steps[-1], target=VALUES)
-            self.buffers.remove(self._held)
-        assert self._divided and not self._only
-
-    # -- coding -------------------------------------------------------------------------------------------------
-
-    def _encode(self, device: str, over: Groups, leaf: int | None = None) -> None:
-        source = self._held
-        wide = not (self._is_own or self._divided)
-        target = self._new(replace(source, coded=True, over=over, terms=(), wide=wide, leaf=leaf is not None))
-        fused = self._fused(device, source, target)
-        self._own = source.name if fused is None else None
-        own, number, summed = self._is_own, self._encodes, self._summed
-        self._add(fused or Encode(source.name, target.name, self._only, device, number, summed, own, leaf))
-        self._held = target
-        self._is_own = False
-        self._encodes += 1
-
-    def _fused(self, device: str, source: Buffer, target: Buffer) -> Recode | None:
-        """A Decode right before an Encode becomes one step with it.
-
-        In a ring they are of different parts, and before an all-to-all a rank keeps the sum: it stands for a frame.
-        """
-        last = self.steps[-1] if self.steps else None
-        same_part = isinstance(last, Decode) and last.leaf is None and last.target == source.name
-        if not isinstance(last, Decode) or not same_part or last.device != device or target.over:
-            return None
-        self.steps.pop()
-        self.buffers.remove(source)
-        number, summed = self._encodes, self._summed
-        return Recode(last.source, target.name, self._only, device, last.own, last.divide, number, summed)
-
-    def _decode(self, device: str, last: bool) -> None:
-        source, divide = self._held, self._completes()
-        own = self._own if source.terms and not source.over else None
-        plain = replace(source, coded=False, over=(), terms=(), wide=not self._divided, leaf=False)
-        self._held = self.buffers[0] if last else self._new(plain)
-        self._add(Decode(source.name, self._held.name, self._only, device, own, divide))
-
-    def _completes(self) -> bool:
-        """Whether the sum that is formed now is to be divided."""
-        divide = not self._divided and self._summed == self._world and not (self._codes_sums and self._encodes_follow)
-        self._divided |= divide
-        return divide
-
-    # -- communication ------------------------------------------------------------------------------------------
-
-    def _communicate(self, kind: str, group: str, joins: bool) -> None:
-        held = self._held
-        if not joins:
-            self._summed *= self._sizes[group]
-        if kind == "ar":
-            self._sum(AllReduce, group, held.within)
-        elif kind == "rs":
-            self._sum(ReduceScatter, group, (*held.within, group))
-        elif kind == "red":
-            self._sum(Reduce, group, held.within)
-            self._only = (*self._only, group)
-        elif kind == "a2a":
-            terms, within = (*held.terms, group), (*held.within, group)
-            target = self._new(replace(held, within=within, over=held.over[1:], terms=terms))
-            self._move(AllToAll(held.name, target.name, self._only, group), target)
-        elif kind == "gat":
-            target = self._new(replace(held, terms=(*held.terms, group)))
-            self._move(Gather(held.name, target.name, self._only, group), target)
-            self._only, self._own = (*self._only, group), None
-        elif kind == "bc":
-            self._only = tuple(other for other in self._only if other != group)
-            self._own = None
-            target = self._new(held)
-            self._move(Broadcast(held.name, target.name, self._only, group), target)
-        elif joins:
-            assert held.within[-1] == group
-            over = (group, *held.over) if held.coded else ()
-            self._own = None
-            target = self._new(replace(held, within=held.within[:-1], over=over))
-            self._move(AllGather(held.name, target.name, self._only, group, True), target)
-        else:
-            self._own = None
-            target = self._new(replace(held, terms=(*held.terms, group)))
-            self._move(AllGather(held.name, target.name, self._only, group, False), target)
-
-    def _sum(self, kind: type[Summing], group: str, within: Groups) -> None:
-        source, divide = self._held, self._completes()
-        target = self._new(Buffer("", False, within, wide=not self._divided))
-        self._is_own = False
-        self._move(kind(source.name, target.name, self._only, group, divide), target)
-
-    def _ring(self, group: str, device: str) -> None:
-        """Partial sums go round: each member adds its own values to what came, and codes the sum again."""
-        values, size, summed, number = self._held, self._sizes[group], self._summed, self._encodes
-        self._encodes_follow = True  # that of the whole sum
-        if size > 1:
-            self._encode(device, (group,), leaf=-1)
-        for hop in range(size - 1):
-            passed = self._new(self._held)
-            self._add(Pass(self._held.name, passed.name, self._only, group))
-            self._summed, leaf = summed * (2 + hop), -2 - hop
-            if hop < size - 2:
-                self._held = self._new(replace(passed, wide=True))
-                ends = passed.name, self._held.name
-                self._add(Recode(*ends, self._only, device, values.name, False, number, self._summed, leaf))
-            else:
-                divide = self._completes()
-                self._held = self._new(Buffer("", False, (*values.within, group), wide=not self._divided))
-                ends = passed.name, self._held.name
-                self._add(Decode(*ends, self._only, device, values.name, divide, leaf))
-        if size == 1:
-            self._held = self._new(replace(values, within=(*values.within, group)))
-            self._add(Copy(values.name, self._held.name, self._only))
-        self._encode(device, ())
-
-    # -- bookkeeping --------------------------------------------------------------------------------------------
-
-    def _new(self, like: Buffer) -> Buffer:
-        self._made += 1
-        made = replace(like, name=f"{'frames' if like.coded else 'sum'}{self._made}")
-        self.buffers.append(made)
-        return made
-
-    def _add(self, step: Step) -> None:
-        self.steps.append(step)
-
-    def _move(self, step: Communicate, target: Buffer) -> None:
-        self._add(step)
-        self._held = target
-
-
-def _before_decoding(steps: Sequence[RouteStep]) -> list[RouteStep]:
-    return list(itertools.takewhile(lambda step: step.kind != "dec", steps))

@@ -1,0 +1,127 @@
+// The codec noise (docs/format.md, "Noise"): constants, and what its engines for all instruction sets share.
+#ifndef GRADZIP_NOISE_H
+#define GRADZIP_NOISE_H
+
+#include "layout.h"
+#include "noise_tables.h"
+
+namespace gz {
+namespace noise {
+
+constexpr int kBlock = 8192, kRow = 128, kRows = kBlock / kRow, kLanes = 16;
+constexpr int kAlign = 32;        // every part starts at a multiple of so many values
+constexpr int kBodyHead = 16, kBlockHead = 4;
+constexpr int kLimit = 12;        // bits of the longest code
+constexpr int kEscape = 15, kRaw = 255, kGiant = -128;
+constexpr int kWithoutLow = 16;   // classes below have no low bits
+constexpr int kWide = kWithoutLow + 12;  // the first class with 4 low bits
+constexpr int kNarrowMost = 119, kWideMost = 32767;
+constexpr int kMostNotch = 127;
+constexpr int kPoisoned = 1;
+constexpr int kSumBlock = 4096;   // terms of a sum of squares that are added in 32 lanes
+constexpr uint32_t kNaN = 0x7fc00000;
+constexpr int kLaneRoom = kRows * 4 * kLimit / 8 + 16;  // bytes of the longest lane, and what a 64-bit store runs over
+constexpr int kOverrun = kRows * 4 * kLimit / 8 + 16;   // a damaged lane is read so far beyond its start
+
+inline int low_bits(int number) { return number < kWithoutLow ? 0 : 1 + (number - kWithoutLow) / 4; }
+inline int table_of(int number) { return number < kWithoutLow ? number : kWithoutLow + (number - kWithoutLow) % 4; }
+inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+
+// One code, ready for both directions.
+struct alignas(64) Table {
+    uint8_t low[256];      // of each pair: the low 8 bits of its code, first bit lowest
+    uint8_t high[256];     // length | the code's other bits << 4
+    uint32_t push[256];    // length | code << 8
+    uint16_t entry[1 << kLimit];  // by the next bits of a lane: length | pair << 8
+};
+const Table& table(int number);
+
+// How to round the values of one part.
+struct Rounding {
+    float scale;           // one over the level in use; 0: all integers are 0
+    uint32_t key, add;     // of the draws: mix(index ^ key) + add
+    uint32_t first;        // index of the first value
+    const int8_t* shape;   // NULL: none
+};
+
+struct Giant {
+    int at;                // in the block
+    float q;
+};
+
+// Room for one block at work; one per thread.
+struct alignas(64) Work {
+    int8_t q[kBlock];               // integers; kGiant for giants
+    GZ_GUARD(1)
+    int8_t used[kBlock];            // those of the coded rows
+    GZ_GUARD(2)
+    uint8_t pairs[kBlock / 2];
+    GZ_GUARD(3)
+    uint16_t entries[kBlock / 2];
+    GZ_GUARD(4)
+    uint64_t escaped[kBlock / 64];  // a bit for each value of the coded rows
+    GZ_GUARD(5)
+    uint8_t lanes[kLanes][kLaneRoom];
+    int length[kLanes];
+    GZ_GUARD(6)
+    Giant giants[kBlock];
+    int giant_count;
+    GZ_GUARD(7)
+    float wide[kBlock];             // integers as floats, where 8 bits do not hold them
+    GZ_GUARD(8)
+    float sum[kBlock];
+    GZ_GUARD(9)
+    uint8_t block[kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun];
+};
+
+enum Delivery { kPut, kAdd, kDivide };
+
+// Where decoded values go.
+struct Target {
+    uint8_t* out;           // float32 at any address
+    const int8_t* shape;    // NULL: none
+    float level;            // in use; neither 0 nor NaN
+    Delivery delivery;
+    float divisor;
+    bool stream;            // bypass the cache
+};
+
+// The functions that exist once per instruction set.
+struct Kernels {
+    const char* name;
+    // The sum of the squares of up to kSumBlock values in their order; NaN or infinite if a value is.
+    double (*squares)(const uint8_t* x, int n);
+    // Integers of n values; giants are noted with `at` as the number of the first value.
+    void (*round)(const uint8_t* x, int n, const Rounding& how, int at, Work& work);
+    // The sum of magnitudes of whole rows, and which rows are not all 0.
+    uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
+    // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
+    bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
+    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
+    // Reads all lanes into entries of the table; `bits` says how many each has used.
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
+    bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
+    void (*deliver)(const int8_t* q, int n, const Target& target);
+};
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+static inline uint64_t load64(const uint8_t* p) {
+    uint64_t v;
+    std::memcpy(&v, p, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    v = __builtin_bswap64(v);
+#endif
+    return v;
+}
+static inline void store64(uint8_t* p, uint64_t v) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    v = __builtin_bswap64(v);
+#endif
+    std::memcpy(p, &v, 8);
+}
+
+}  // namespace noise
+}  // namespace gz
+#endif

@@ -1,0 +1,219 @@
+// The codec noise for AVX2. Lanes are coded by the plain loops: on the processors measured, gathers are no faster.
+#include <immintrin.h>
+
+#include "noise.h"
+
+namespace gz {
+namespace noise {
+namespace {
+namespace avx2 {
+
+#include "noise_plain.h"
+
+inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+inline __m256 load_floats(const uint8_t* x, int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + i); }
+
+double squares(const uint8_t* x, int n) {
+    if (n % 32) return squares_plain(x, n);
+    __m256d lane[8];
+    for (__m256d& l : lane) l = _mm256_setzero_pd();
+    for (int i = 0; i < n; i += 32)
+        for (int j = 0; j < 8; j++) {
+            const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(reinterpret_cast<const float*>(x) + i + 4 * j));
+            lane[j] = _mm256_fmadd_pd(v, v, lane[j]);  // a square of a float32 is exact, so that this is no other sum
+        }
+    for (int half = 4; half; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] = _mm256_add_pd(lane[j], lane[j + half]);
+    double last[4];
+    _mm256_storeu_pd(last, lane[0]);
+    return (last[0] + last[2]) + (last[1] + last[3]);
+}
+
+inline __m256 powers(const int8_t* shape, int sign) {  // 2^(sign * shape) of 8 values
+    const __m256i d = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(shape)));
+    const __m256i e = sign < 0 ? _mm256_sub_epi32(_mm256_set1_epi32(127), d) : _mm256_add_epi32(_mm256_set1_epi32(127), d);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+}
+
+// 8 integers. `folded` is the key with its upper half folded in, as the first step of the mix does it: the upper halves
+// of all indices here are equal.
+template <bool kShaped>
+inline __m256i round8(const uint8_t* x, const int8_t* shape, int i, __m256 scale, __m256i index, __m256i folded, __m256i add) {
+    __m256 t = _mm256_mul_ps(load_floats(x, i), scale);
+    if (kShaped) t = _mm256_mul_ps(t, powers(shape + i, -1));
+    const __m256 k = _mm256_floor_ps(t), above = _mm256_sub_ps(t, k);
+    __m256i h = _mm256_mullo_epi32(_mm256_xor_si256(index, folded), _mm256_set1_epi32(0x7feb352d));
+    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), _mm256_set1_epi32(int(0x846ca68bu)));
+    h = _mm256_add_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), add);
+    const __m256 least = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(h, 8)), _mm256_set1_ps(0x1p-24f), _mm256_set1_ps(1));
+    const __m256i up = _mm256_castps_si256(_mm256_cmp_ps(above, least, _CMP_GE_OQ));
+    return _mm256_sub_epi32(_mm256_cvttps_epi32(k), up);
+}
+
+template <bool kShaped>
+void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
+    const __m256 scale = _mm256_set1_ps(how.scale);
+    const __m256i add = _mm256_set1_epi32(int(how.add)), eight = _mm256_set1_epi32(8);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int i = 0; i < n;) {
+        const uint32_t first = how.first + uint32_t(i), left = 0x10000 - (first & 0xffff);
+        const int end = int(left < uint32_t(n - i) ? i + int(left) : n), whole = i + (end - i) / 32 * 32;
+        const uint32_t high = (first ^ how.key) >> 16;
+        const __m256i folded = _mm256_set1_epi32(int(how.key ^ high));
+        __m256i index = _mm256_add_epi32(_mm256_set1_epi32(int(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        for (; i < whole; i += 32) {
+            __m256i q[4];
+            for (int j = 0; j < 4; j++) {
+                q[j] = round8<kShaped>(x, how.shape, i + 8 * j, scale, index, folded, add);
+                index = _mm256_add_epi32(index, eight);
+            }
+            const __m256i bytes = _mm256_permutevar8x32_epi32(
+                _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])), order);
+            store256(work.q + at + i, bytes);
+            const __m256i shifted = _mm256_add_epi8(bytes, _mm256_set1_epi8(kNarrowMost));
+            const __m256i fits = _mm256_cmpeq_epi8(_mm256_min_epu8(shifted, _mm256_set1_epi8(char(2 * kNarrowMost))), shifted);
+            if (__builtin_expect(_mm256_movemask_epi8(fits) != -1, 0)) round_plain(x, i, i + 32, how, at, work);
+        }
+        if (i < end) round_plain(x, i, end, how, at, work);
+        i = end;
+    }
+}
+
+void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
+    if (how.shape) round_by<true>(x, n, how, at, work);
+    else round_by<false>(x, n, how, at, work);
+}
+
+uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
+    __m256i total = _mm256_setzero_si256();
+    uint64_t mask = 0;
+    for (int r = 0; r < rows; r++) {
+        __m256i any = _mm256_setzero_si256();
+        for (int j = 0; j < 4; j++) {
+            const __m256i v = load256(q + r * kRow + 32 * j);
+            any = _mm256_or_si256(any, v);
+            total = _mm256_add_epi64(total, _mm256_sad_epu8(_mm256_abs_epi8(v), _mm256_setzero_si256()));
+        }
+        mask |= uint64_t(!_mm256_testz_si256(any, any)) << r;
+    }
+    *nonzero = mask;
+    uint64_t part[4];
+    store256(part, total);
+    return part[0] + part[1] + part[2] + part[3];
+}
+
+template <int kLow>
+bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+    const __m256i add = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
+    const __m256i most = _mm256_set1_epi8(char(((2 * reach + 1) << kLow) - 1));
+    const __m256i weights = _mm256_set1_epi16(0x1001);  // first digit + 16 * second
+    uint64_t any = 0;
+    for (int g = 0; g < 2 * rows; g++) {
+        __m256i words[2];
+        uint64_t mask = 0;
+        for (int j = 0; j < 2; j++) {
+            const __m256i in = load256(q + 64 * g + 32 * j), v = _mm256_add_epi8(in, add);
+            const __m256i inside = _mm256_cmpeq_epi8(_mm256_min_epu8(v, most), v);
+            __m256i digit = kLow ? _mm256_and_si256(_mm256_srli_epi16(v, kLow), _mm256_set1_epi8(char(255 >> kLow))) : v;
+            digit = _mm256_blendv_epi8(_mm256_set1_epi8(kEscape), digit, inside);
+            words[j] = _mm256_maddubs_epi16(digit, weights);
+            mask |= uint64_t(~uint32_t(_mm256_movemask_epi8(inside))) << (32 * j);
+            // A giant has low bits of 0, and kGiant + add has not: kGiant is a multiple of 8, so mask it by itself.
+            const __m256i lows = kLow ? _mm256_andnot_si256(_mm256_cmpeq_epi8(in, _mm256_set1_epi8(char(kGiant))), v) : v;
+            for (int b = 0; b < kLow; b++)
+                store32(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8 + 4 * j,
+                        uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(lows, 7 - b))));
+        }
+        store256(pairs + 32 * g, _mm256_permute4x64_epi64(_mm256_packus_epi16(words[0], words[1]), 0xd8));
+        escaped[g] = mask;
+        any |= mask;
+    }
+    return any != 0;
+}
+
+bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+    switch (low) {
+        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
+        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
+        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
+        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
+    }
+}
+
+template <int kLow>
+bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+    const __m256i less = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i single = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+    uint64_t any = 0;
+    for (int g = 0; g < 2 * rows; g++) {
+        uint64_t mask = 0;
+        for (int j = 0; j < 2; j++) {
+            const __m256i pair = _mm256_srli_epi16(load256(entries + 32 * g + 16 * j), 8);
+            const __m256i digit = _mm256_and_si256(_mm256_or_si256(pair, _mm256_slli_epi16(pair, 4)), _mm256_set1_epi8(15));
+            mask |= uint64_t(uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(digit, _mm256_set1_epi8(kEscape))))) << (32 * j);
+            __m256i v = _mm256_slli_epi16(digit, kLow);
+            for (int b = 0; b < kLow; b++) {
+                const __m256i bits = _mm256_set1_epi32(int(load32(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8 + 4 * j)));
+                const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, spread), single), single);
+                v = _mm256_or_si256(v, _mm256_and_si256(set, _mm256_set1_epi8(char(1 << b))));
+            }
+            store256(q + 64 * g + 32 * j, _mm256_sub_epi8(v, less));
+        }
+        escaped[g] = mask;
+        any |= mask;
+    }
+    return any != 0;
+}
+
+bool unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+    switch (low) {
+        case 0: return unpack_by<0>(entries, rows, reach, planes, q, escaped);
+        case 1: return unpack_by<1>(entries, rows, reach, planes, q, escaped);
+        case 2: return unpack_by<2>(entries, rows, reach, planes, q, escaped);
+        default: return unpack_by<3>(entries, rows, reach, planes, q, escaped);
+    }
+}
+
+template <bool kShaped, Delivery kTo>
+void deliver_by(const int8_t* q, int n, const Target& target) {
+    const __m256 level = _mm256_set1_ps(target.level), divisor = _mm256_set1_ps(target.divisor);
+    const bool stream = target.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(target.out) % 32 == 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
+        v = _mm256_mul_ps(v, level);
+        if (kShaped) v = _mm256_mul_ps(v, powers(target.shape + i, 1));
+        if (kTo == kAdd) v = _mm256_add_ps(load_floats(target.out, i), v);
+        if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
+        float* to = reinterpret_cast<float*>(target.out) + i;
+        if (stream) _mm256_stream_ps(to, v);
+        else _mm256_storeu_ps(to, v);
+    }
+    deliver_plain(q, i, n, target);
+}
+
+template <bool kShaped>
+void deliver_shaped(const int8_t* q, int n, const Target& target) {
+    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
+    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
+    else deliver_by<kShaped, kDivide>(q, n, target);
+}
+
+void deliver(const int8_t* q, int n, const Target& target) {
+    if (target.shape) deliver_shaped<true>(q, n, target);
+    else deliver_shaped<false>(q, n, target);
+}
+
+}  // namespace avx2
+}  // namespace
+
+const Kernels* avx2_kernels() {
+    static const Kernels kernels{"avx2", avx2::squares, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
+                                 avx2::decode_lanes_by<8>, avx2::unpack, avx2::deliver};
+    return &kernels;
+}
+
+}  // namespace noise
+}  // namespace gz

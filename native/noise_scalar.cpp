@@ -1,0 +1,24 @@
+// The codec noise for any processor.
+#include "noise.h"
+
+namespace gz {
+namespace noise {
+namespace {
+namespace scalar {
+
+#include "noise_plain.h"
+
+void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) { round_plain(x, 0, n, how, at, work); }
+void deliver(const int8_t* q, int n, const Target& target) { deliver_plain(q, 0, n, target); }
+
+}  // namespace scalar
+}  // namespace
+
+const Kernels* scalar_kernels() {
+    static const Kernels kernels{"scalar", scalar::squares_plain, scalar::round, scalar::scan_plain, scalar::pack_plain,
+                                 scalar::encode_lanes_plain, scalar::decode_lanes_by<4>, scalar::unpack_plain, scalar::deliver};
+    return &kernels;
+}
+
+}  // namespace noise
+}  // namespace gz

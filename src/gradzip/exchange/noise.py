@@ -1,0 +1,156 @@
+"""The codec `noise` for whole messages: levels of whole tensors, draws by step and name, and what the noise comes to.
+
+Own gradients are rounded with the level of their whole tensor, whatever part of it a frame holds. Sums are rounded with
+a level that follows from those of all ranks, which the frames bring along. docs/format.md has the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .. import engines, wire
+from ..codecs.noise import Noise
+from ..engines import noise_layout
+from ..engines.noise_layout import HEAD_BYTES, PackedParts, Slot
+from .coding import Coder, Frames, Message, MessageCodec, Noisy, Values
+from .parts import Table
+from .program import Hop
+
+
+class NoiseMessages(MessageCodec):
+    known_size = False
+    codes_sums = True
+
+    def __init__(self, codec: Noise) -> None:
+        self.codec, self.text = codec, str(codec)
+        self._bounds: dict[tuple[str, int], int] = {}
+
+    def bound(self, table: Table, owner: int, kind: torch.dtype) -> int:
+        key = table.digest, owner
+        if key not in self._bounds:
+            counts = [part.numel for part in table.of_owner(owner)]
+            self._bounds[key] = wire.HEADER_BYTES + noise_layout.body_bound(counts)
+        return self._bounds[key]
+
+    def coder(self, message: Message) -> Coder:
+        return _NoiseCoder(message, float(self.codec.share))
+
+
+class _NoiseCoder(Coder):
+    def __init__(self, message: Message, share: float) -> None:
+        super().__init__(message)
+        self._share, self._step = share, message.step
+        self._engine = engines.noise("cpu")
+        self._own = Values([])  # the rank's own gradients, in float32
+        self._levels = np.zeros(len(message.names), np.float32)  # of its tensors
+        self._weights = np.zeros(len(message.names))  # sum of 4^d of each tensor
+        self._level_of_sum = np.zeros(len(message.names))
+        self._coarser = 0
+        self._offset = noise_layout.offset_of(message.rank, message.world)
+        self._keys = {hop: self._drawn(hop) for hop in ("own", "sum")}
+
+    def _drawn(self, hop: str) -> npt.NDArray[np.uint64]:
+        seed, step = self.message.seed, self.message.step
+        return np.array([noise_layout.key_of(seed, step, name, hop, 0) for name in self.message.names], np.uint64)
+
+    def measure(self, values: Values) -> None:
+        self._own = _in_float32(values)
+        if "whole" not in values.kept:
+            values.kept["whole"] = Table.of(self.message.names, [tensor.numel() for tensor in values.tensors], [1])
+        table: Table = values.kept["whole"]
+        found = self._engine.measure(self._parts(self._own, table, 0, "whole"))
+        filled = table.columns().tensor  # empty tensors are in no table
+        self._weights[filled] = found.weights / 4.0**12
+        self._levels[filled] = noise_layout.levels(found, self._share, self.message.world)
+
+    def encode(
+        self, table: Table, owners: Sequence[int], values: Values, hop: Hop, out: Sequence[torch.Tensor]
+    ) -> list[int]:
+        assert hop.own
+        slots = [Slot(self._own_parts(table, owner), room) for owner, room in zip(owners, out)]
+        written = self._engine.encode_frames(slots, self._step, 0)
+        self._coarser += sum(frame.notch > 0 for frame in written)
+        return [frame.size for frame in written]
+
+    def decode(
+        self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
+    ) -> None:
+        (frame,) = frames
+        assert frame is not None
+        targets = out.parts(table, owner)
+        wide = _in_float32(out, fill=False)
+        self._engine.decode_frame(frame, self._parts(wide, table, owner, "mean"), self._step, 0, divisor=by)
+        if wide is not out and targets:
+            torch._foreach_copy_(targets, wide.parts(table, owner))
+        self._note_levels(table, owner, frame)
+
+    def recode(
+        self,
+        table: Table,
+        owner: int,
+        frames: Frames,
+        own: Values | None,
+        hop: Hop,
+        by: int,
+        after: Hop,
+        out: torch.Tensor,
+    ) -> int:
+        assert hop.own
+        assert by == 1
+        terms = [self._own_parts(table, owner) if frame is None else frame for frame in frames]
+        slot = Slot(self._parts(self._own, table, owner, "sum"), out)
+        written = self._engine.reduce(terms, slot, self._step, 0)
+        self._coarser += written.notch > 0
+        return int(written.size)
+
+    def noisy(self, values: Values) -> Noisy:
+        """The variance of a sum is a third of its level squared: half of that from own gradients, half from the sum."""
+        noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
+        filled = [tensor for tensor in values.tensors if tensor.numel()]
+        norms = torch.stack(list(torch._foreach_norm(filled, dtype=torch.float64))) if filled else torch.zeros(1)
+        return Noisy(noise, float(norms.square().sum()), self._share, self._coarser)
+
+    def _note_levels(self, table: Table, owner: int, frame: torch.Tensor) -> None:
+        tensors, data = table.columns(owner).tensor, frame.numpy()[wire.HEADER_BYTES :]
+        if data.size < HEAD_BYTES + 4 * tensors.size:
+            return  # a poisoned frame has none
+        notch = int(data[4:6].view("<u2")[0])
+        levels = data[HEAD_BYTES : HEAD_BYTES + 4 * tensors.size].view("<f4")
+        self._level_of_sum[tensors] = levels * 2.0 ** (notch / 4)
+
+    def _own_parts(self, table: Table, owner: int) -> PackedParts:
+        """This rank's own values, with the levels of their tensors."""
+        return self._parts(self._own, table, owner, "own", self._offset, self._levels)
+
+    def _parts(
+        self,
+        values: Values,
+        table: Table,
+        owner: int,
+        what: str,
+        offset: int = 0,
+        levels: npt.NDArray[np.float32] | None = None,
+    ) -> PackedParts:
+        """An owner's parts. There is an array for each use: threads work on several at once."""
+        key = table.digest, owner, what
+        if key not in values.kept:
+            columns = table.columns(owner)
+            values.kept[key] = PackedParts(values.parts(table, owner), columns.tensor, columns.start)
+        packed: PackedParts = values.kept[key]
+        return packed.fill(self._keys["sum" if what == "sum" else "own"], offset, levels, self.message.shapes)
+
+
+def _in_float32(values: Values, fill: bool = True) -> Values:
+    """The values, or a copy of those of 16 bits, which stays for the next step."""
+    if all(tensor.dtype == torch.float32 for tensor in values.tensors):
+        return values
+    if "float32" not in values.kept:
+        values.kept["float32"] = Values([torch.empty(tensor.numel()) for tensor in values.tensors])
+    wide: Values = values.kept["float32"]
+    if fill:
+        torch._foreach_copy_(list(wide.tensors), list(values.tensors))
+    return wide

@@ -1,0 +1,487 @@
+"""Runs programs on the host: over Gloo, from and to the memory of the CPU.
+
+A message is cut into chunks that go through three threads one behind the other: the first encodes and starts to send,
+the next waits for what comes, adds it up and sends the sum on, the last one waits for the sums and decodes them. While
+one chunk is coded others are on the wire. Where a message is cut changes no bit of the result.
+
+Frames travel in their exact size and are received into buffers of the largest size that they can have. In front of
+each are its bytes and a number that all ranks know: of the program, the step and the chunk.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from ..collectives.channel import Channel
+from ..collectives.finite import all_finite
+from ..collectives.gloo import Pending
+from ..collectives.message import Outcome
+from ..errors import CodecError, PeerError
+from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
+from .compiler import lowered
+from .parts import Table
+from .program import (
+    VALUES,
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Buffer,
+    Communicate,
+    Copy,
+    Decode,
+    Encode,
+    Gather,
+    Pass,
+    Program,
+    Recode,
+    Step,
+)
+
+CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
+THREADS = 3
+HEAD = 16  # bytes in front of a frame
+_ALIGN = 8  # bytes: frames that travel together begin at multiples of it
+_FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
+_EXCHANGES, _CHUNKS = 1 << 8, 1 << 9  # of a program, and of all programs before tags are used again
+_DIGESTS = (1 << 30) // (_EXCHANGES * _CHUNKS) - 1
+
+
+class Frame(NamedTuple):
+    """A frame with room in front of it for what is sent along."""
+
+    room: torch.Tensor
+    size: int
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.room[HEAD : HEAD + self.size]
+
+
+class Prepared:
+    """A message's program with all that this rank needs to run it: made once for a layout of the message."""
+
+    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
+        self.program, self.codec = program, codec
+        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk)]
+
+
+class _Chunk:
+    """A program of which each stage ends with an exchange, but for the last one."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.stages: list[list[Step]] = [[]]
+        for step in program.steps:
+            self.stages[-1].append(step)
+            if isinstance(step, Communicate):
+                self.stages.append([])
+        self.digest = int(program.digest, 16)
+        # Frames of which this rank's own is neither sent nor decoded, as values stand for it; with their group.
+        added = {step.source for step in program.steps if isinstance(step, Decode | Recode) and step.own is not None}
+        self.stays = {
+            step.source: step.group for step in program.steps if isinstance(step, AllToAll) and step.target in added
+        }
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A message on its way."""
+
+    prepared: Prepared
+    values: Values
+    message: Message
+    agreed: Callable[[], None]  # returns when all ranks have said that they do the same; raises if they do not
+    done: Callable[[Outcome], None]
+    outcome: Outcome = field(default_factory=Outcome)
+    coder: Coder | None = None
+    left: int = 0  # chunks
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self) -> None:
+        """Takes note of what came of the message, when the last chunk is through."""
+        outcome = self.outcome
+        outcome.collectives, outcome.values = 1, sum(self.prepared.program.sizes)
+        noisy = self.coder.noisy(self.values) if self.coder is not None else None
+        outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
+        if noisy is not None:
+            outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
+            outcome.allowed = noisy.share * noisy.squares
+
+    def end(self, error: BaseException | None = None) -> None:
+        """A chunk is through, or has failed; tells whoever waits for the message, once."""
+        with self.lock:
+            self.left = self.left - 1 if error is None or self.left <= 0 else 0
+            last = self.left == 0
+            self.left -= last
+        if last:
+            try:
+                if error is None:
+                    self.report()
+            except Exception as reason:
+                error = reason
+            self.outcome.error = error
+            self.done(self.outcome)
+
+
+class HostRunner:
+    """Runs messages in the order in which they are submitted, which is the same on all ranks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queues: list[SimpleQueue[_Run | None]] = [SimpleQueue() for _ in range(THREADS)]
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._under_way: dict[_Sent, None] = {}
+        self._count = 0
+
+    def submit(
+        self,
+        prepared: Prepared,
+        values: Values,
+        message: Message,
+        done: Callable[[Outcome], None],
+        agreed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads."""
+
+        def ended(outcome: Outcome) -> None:
+            with self._changed:
+                self._under_way.pop(sent, None)
+                self._changed.notify_all()
+            done(outcome)
+
+        sent = _Sent(prepared, values, message, agreed, ended, left=len(prepared.chunks))
+        with self._changed:
+            self._under_way[sent] = None
+            if not self._threads:
+                self._start()
+            for chunk in prepared.chunks:
+                self._queues[0].put(_Run(self._channel, sent, chunk, self._count))
+                self._count += 1
+
+    def drain(self) -> None:
+        """Returns when all messages submitted so far are through."""
+        with self._changed:
+            waiting = list(self._under_way)
+            self._changed.wait_for(lambda: not any(sent in self._under_way for sent in waiting))
+
+    def stop(self, patience: float) -> bool:
+        """Ends the threads after what was submitted; False if one is still busy after that many seconds."""
+        for queue in self._queues:
+            queue.put(None)
+        deadline = time.monotonic() + patience
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self) -> None:
+        for number in range(THREADS):
+            name = f"gradzip-exchange-{number}"
+            self._threads.append(threading.Thread(target=self._work, args=(number,), name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _work(self, number: int) -> None:
+        with torch.no_grad():
+            while (run := self._queues[number].get()) is not None:
+                try:
+                    over = run.go_on()
+                    while not over and number == THREADS - 1:
+                        over = run.go_on()
+                except BaseException as error:  # buffers are not handed back: data may still arrive there
+                    run.sent.end(self._channel.error or self._channel.explained(error))
+                    continue
+                if over:
+                    run.close()
+                    run.sent.end()
+                else:
+                    self._queues[number + 1].put(run)
+
+
+def runner_of(channel: Channel) -> HostRunner:
+    """The runner of a channel, which ends with it."""
+    for worker in channel.workers:
+        if isinstance(worker, HostRunner):
+            return worker
+    runner = HostRunner(channel)
+    channel.workers.append(runner)
+    return runner
+
+
+class _Run:
+    """One chunk in one step, on this rank."""
+
+    def __init__(self, channel: Channel, sent: _Sent, chunk: _Chunk, number: int) -> None:
+        self.sent, self._channel, self._chunk = sent, channel, chunk
+        self._program, self._rank = chunk.program, channel.rank
+        self._number, self._stage = number, 0
+        self._check = (chunk.digest + sent.message.step * 0x9E3779B97F4A7C15) % (1 << 63)
+        self._plain: dict[str, Values] = {VALUES: sent.values}
+        self._coded: dict[str, list[list[Frame]]] = {}  # by term and owner
+        self._taken: list[torch.Tensor] = []
+        self._raw = RAW.coder(sent.message)
+        self._pending: Pending | None = None
+        self._land: Callable[[], None] = lambda: None
+
+    def go_on(self) -> bool:
+        """Up to the next exchange, which is started; True if there is none."""
+        if self._channel.error is not None:
+            raise self._channel.error
+        began = time.perf_counter()
+        if self._pending is not None:
+            self._pending.wait()
+            self._land()
+            self._pending = None
+        arrived = time.perf_counter()
+        if self.sent.coder is None:
+            self.sent.coder = self.sent.prepared.codec.coder(self.sent.message)
+            self.sent.coder.measure(self.sent.values)
+        steps = self._chunk.stages[self._stage]
+        for step in steps:
+            if self._program.takes_part(self._rank, step):
+                self._do(step)
+        self._stage += 1
+        over = self._stage == len(self._chunk.stages)
+        if over:
+            self.sent.agreed()
+        with self.sent.lock:
+            self.sent.outcome.waiting += arrived - began
+            self.sent.outcome.coding += time.perf_counter() - arrived
+        return over
+
+    def close(self) -> None:
+        """Hands buffers back."""
+        self._coded.clear()
+        self._channel.buffers.give(self._taken)
+
+    # -- coding -------------------------------------------------------------------------------------------------
+
+    def _do(self, step: Step) -> None:
+        if isinstance(step, Communicate):
+            self._communicate(step)
+        elif isinstance(step, Encode):
+            self._encode(step, self._plain[step.source])
+        elif isinstance(step, Decode):
+            self._plain[step.target] = self._decode(step, self._buffer(step.target))
+        elif isinstance(step, Recode):
+            self._recode(step)
+        else:
+            assert isinstance(step, Copy)
+            self._plain[step.target] = self._plain[step.source]
+
+    def _encode(self, step: Encode | Recode, values: Values) -> None:
+        target = self._buffer(step.target)
+        table = self._program.table(self._rank, target)
+        if target.leaf:
+            owners = [self._program.leaf(self._rank, target, step)]
+        else:
+            group = self._chunk.stays.get(target.name)
+            stays = None if group is None else self._program.members(self._rank)[group].rank
+            owners = [owner for owner in range(table.owners) if owner != stays]
+        frames = [self._room(self._bound(target, table, owner)) for owner in owners]
+        rooms = [room[HEAD:] for room in frames]
+        sizes = self._coder(target).encode(table, owners, values, self._program.hop(target.name), rooms)
+        made = dict(zip(owners, map(Frame, frames, sizes)))
+        if target.leaf:
+            self._coded[target.name] = [list(made.values())]
+        else:
+            nothing = Frame(torch.empty(0, dtype=torch.uint8), 0)
+            self._coded[target.name] = [[made.get(owner, nothing) for owner in range(table.owners)]]
+
+    def _decode(self, step: Decode | Recode, target: Buffer) -> Values:
+        source = self._buffer(step.source)
+        table = self._program.table(self._rank, source)
+        out = self._plain[VALUES] if target.name == VALUES else self._nothing(target)
+        owners = [self._program.leaf(self._rank, source, step)] if source.leaf else list(range(table.owners))
+        coder, hop = self._coder(source), self._program.hop(source.name)
+        own = None if step.own is None else self._plain[step.own]
+        by = self._program.world if step.divide else 1
+        for number, owner in enumerate(owners):
+            terms = self._terms(step, number)
+            with _Blame(self._rank, self._program):
+                coder.decode(table, owner, terms, own, hop, out, by)
+        return out
+
+    def _recode(self, step: Recode) -> None:
+        source, target = self._buffer(step.source), self._buffer(step.target)
+        table = self._program.table(self._rank, source)
+        owner = self._program.leaf(self._rank, source, step) if source.leaf else 0
+        if source.over != target.over or not (source.leaf or table.owners == 1):
+            self._encode(step, self._decode(step, Buffer("", False, source.within, wide=target.wide)))
+            return
+        room = self._room(self._bound(target, table, owner))
+        own = None if step.own is None else self._plain[step.own]
+        by = self._program.world if step.divide else 1
+        hop, after = self._program.hop(source.name), self._program.hop(target.name)
+        with _Blame(self._rank, self._program):
+            size = self._coder(target).recode(table, owner, self._terms(step, 0), own, hop, by, after, room[HEAD:])
+        self._coded[target.name] = [[Frame(room, size)]]
+
+    def _terms(self, step: Decode | Recode, number: int) -> Frames:
+        """The frames to be added for an owner; None stands for this rank's own values."""
+        source = self._buffer(step.source)
+        own = self._program.place_among_terms(self._rank, source) if step.own is not None else -1
+        terms: list[torch.Tensor | None] = []
+        for place, frames in enumerate(self._coded[step.source]):
+            terms.append(None if place == own and not source.leaf else frames[number].data)
+        return [*terms, None] if step.own is not None and source.leaf else terms
+
+    # -- communication ------------------------------------------------------------------------------------------
+
+    def _communicate(self, step: Communicate) -> None:
+        """Starts an exchange; `_land` will put what came where it belongs."""
+        held = self._coded.get(step.source, [])
+        members = self._program.members(self._rank)[step.group]
+        me, size, source = members.rank, members.size, self._buffer(step.source)
+        out: dict[int, list[list[Frame]]] = {}  # by member: terms and owners
+        into: dict[int, list[int]] = {}  # by member: the largest sizes of the frames that come, term by term
+        others = [(me + turn) % size for turn in range(1, size)]  # every member begins with another one
+        if isinstance(step, AllToAll):
+            width = len(held[0]) // size
+            out = {peer: [term[peer * width : (peer + 1) * width] for term in held] for peer in others}
+            bounds = self._bounds(self._rank, source)[me * width : (me + 1) * width] * len(held)
+            into = dict.fromkeys(others, bounds)
+        elif isinstance(step, Broadcast):
+            out = dict.fromkeys(others, held) if me == 0 else {}
+            into = {0: self._bounds(self._rank, source) * self._program.terms(source)} if me > 0 else {}
+        elif isinstance(step, Gather):
+            out = {0: held} if me > 0 else {}
+            into = dict.fromkeys(others, self._bounds(self._rank, source) * len(held)) if me == 0 else {}
+        elif isinstance(step, Pass):
+            out, into = {(me + 1) % size: held}, {(me - 1) % size: [max(self._bounds(self._rank, source))]}
+            out, into = (out, into) if size > 1 else ({}, {})
+        else:
+            assert isinstance(step, AllGather)
+            out = dict.fromkeys(others, held)
+            into = {peer: self._bounds(members.ranks[peer], source) * len(held) for peer in others}
+        buffers = {peer: self._take(sum(HEAD + _aligned(bound) for bound in bounds)) for peer, bounds in into.items()}
+        receives = [(members.ranks[peer], buffers[peer]) for peer in reversed(others) if peer in into]
+        sends = [(members.ranks[peer], self._packed(out[peer])) for peer in others if peer in out]
+        self._count(sends)
+        self._pending = self._channel.gloo.send(sends, receives, self._tag())
+
+        def land() -> None:
+            came = {peer: self._unpacked(buffers[peer], into[peer], members.ranks[peer]) for peer in into}
+            self._coded[step.target] = self._arranged(step, came, held, me, size)
+
+        self._land = land
+
+    def _arranged(
+        self, step: Communicate, came: dict[int, list[Frame]], held: list[list[Frame]], me: int, size: int
+    ) -> list[list[Frame]]:
+        """Terms and owners after an exchange."""
+        if isinstance(step, Broadcast):
+            return _in_terms(came[0], self._program.terms(self._buffer(step.source))) if me > 0 else held
+        if isinstance(step, Pass):
+            return [came[(me - 1) % size]] if size > 1 else held
+        if isinstance(step, Gather) and me > 0:
+            return []
+        if isinstance(step, AllToAll):
+            width = len(held[0]) // size
+            own = [term[me * width : (me + 1) * width] for term in held]
+        else:
+            own = held
+        each = [own if peer == me else _in_terms(came[peer], len(held)) for peer in range(size)]
+        if isinstance(step, AllGather) and step.joins:
+            return [[frame for member in each for frame in member[term]] for term in range(len(held))]
+        return [term for member in each for term in member]
+
+    def _bounds(self, rank: int, buffer: Buffer) -> list[int]:
+        table = self._program.table(rank, buffer)
+        return [self._bound(buffer, table, owner) for owner in range(table.owners)]
+
+    def _packed(self, terms: Sequence[Sequence[Frame]]) -> torch.Tensor:
+        """Frames one behind the other, each with what is sent along; the only one is not copied."""
+        frames = [frame for term in terms for frame in term]
+        for frame in frames:
+            frame.room.numpy()[:HEAD].view("<i8")[:] = frame.size, self._check
+        if len(frames) == 1:
+            return frames[0].room[: HEAD + frames[0].size]
+        return torch.cat([frame.room[: HEAD + _aligned(frame.size)] for frame in frames])
+
+    def _unpacked(self, buffer: torch.Tensor, bounds: Sequence[int], source: int) -> list[Frame]:
+        at, frames = 0, list[Frame]()
+        data = buffer.numpy()
+        for bound in bounds:
+            size, check = data[at : at + HEAD].view("<i8").tolist()
+            if check != self._check or not 0 <= size <= bound:
+                raise PeerError(
+                    f"rank {source} sent something else than rank {self._rank} expects at step "
+                    f"{self.sent.message.step} of {self._program.names[0]!r} and {len(self._program.names) - 1} more "
+                    f"({self._program.codec}): use the same model, policy and gradzip on all ranks"
+                )
+            frames.append(Frame(buffer[at:], size))
+            at += HEAD + _aligned(size)
+        return frames
+
+    def _count(self, sends: Sequence[tuple[int, torch.Tensor]]) -> None:
+        groups, outcome = self._channel.groups, self.sent.outcome
+        neighbours = groups["intra"].ranks if "intra" in groups else ()
+        with self.sent.lock:
+            outcome.bytes_sent += sum(data.numel() for _, data in sends)
+            outcome.bytes_out += sum(data.numel() for rank, data in sends if rank not in neighbours)
+
+    def _tag(self) -> int:
+        what, chunk = self._chunk.digest % _DIGESTS, self._number % _CHUNKS
+        return _FIRST_TAG + (what * _CHUNKS + chunk) * _EXCHANGES + self._stage % _EXCHANGES
+
+    # -- buffers ------------------------------------------------------------------------------------------------
+
+    def _buffer(self, name: str) -> Buffer:
+        return self._program.buffer(name)
+
+    def _coder(self, frames: Buffer) -> Coder:
+        assert self.sent.coder is not None
+        return self._raw if frames.raw else self.sent.coder
+
+    def _bound(self, buffer: Buffer, table: Table, owner: int) -> int:
+        codec = RAW if buffer.raw else self.sent.prepared.codec
+        return codec.bound(table, owner, self._kind(buffer))
+
+    def _kind(self, buffer: Buffer) -> torch.dtype:
+        return torch.promote_types(self._program.dtype, torch.float32) if buffer.wide else self._program.dtype
+
+    def _room(self, size: int) -> torch.Tensor:
+        return self._take(HEAD + _aligned(size))
+
+    def _take(self, size: int) -> torch.Tensor:
+        buffer = self._channel.buffers.take(size)
+        self._taken.append(buffer)
+        return buffer[:size]
+
+    def _nothing(self, buffer: Buffer) -> Values:
+        return Values([torch.empty(size, dtype=self._kind(buffer)) for size in self._program.sizes])
+
+
+class _Blame:
+    """Turns an error of a codec into one that says what came."""
+
+    def __init__(self, rank: int, program: Program) -> None:
+        self._rank, self._program = rank, program
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CodecError):
+            raise PeerError(
+                f"rank {self._rank} cannot decode a frame of {self._program.names[0]!r} and "
+                f"{len(self._program.names) - 1} more ({self._program.codec}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _in_terms(frames: Sequence[Frame], terms: int) -> list[list[Frame]]:
+    each = len(frames) // max(terms, 1)
+    return [list(frames[i * each : (i + 1) * each]) for i in range(terms)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

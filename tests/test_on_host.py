@@ -1,0 +1,196 @@
+"""The host runner gives the interpreter's bits, for every route and however messages are cut; and it never hangs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import gradient, same_bits
+from exchanges import covering
+from ranks import TIMEOUT, run_ranks
+
+from gradzip.collectives import Channel, Outcome, open_channel
+from gradzip.engines.noise_layout import Shapes
+from gradzip.errors import PeerError
+from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.on_host import Prepared, runner_of
+from gradzip.routes import NAMED, Route, tree
+
+FLAT = [name for name, route in NAMED.items() if not route.hierarchical]
+SIZES = [3, 5000, 0, 1, 700, 40_001]
+CODECS = {"identity": Raw("identity"), "cast": Raw("cast", torch.bfloat16)}
+
+
+def connect(per_host: int) -> Channel:
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+    assert dist.group.WORLD is not None
+    return open_channel(dist.group.WORLD, torch.device("cpu"), timeout=TIMEOUT)
+
+
+class Exchange:
+    """Sends messages of named tensors through the runner, and through the interpreter beside it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.step = channel, 0
+
+    def prepared(
+        self, codec: MessageCodec, route: Route, names: Sequence[str], sizes: Sequence[int], **how: object
+    ) -> Prepared:
+        dtype = how.get("dtype", torch.float32)
+        assert isinstance(dtype, torch.dtype)
+        program = compile_route(codec.text, route, names, sizes, dtype, self.channel.topology, codec.codes_sums)
+        return Prepared(program, codec, chunk=2000)
+
+    def run(
+        self,
+        messages: Sequence[tuple[Prepared, list[torch.Tensor]]],
+        shapes: Sequence[Sequence[torch.Tensor | None]] | None = None,
+    ) -> Outcome:
+        """Replaces tensors by their means; several messages at once."""
+        outcomes, left = [Outcome()] * len(messages), threading.Semaphore(0)
+        for number, (prepared, tensors) in enumerate(messages):
+
+            def done(outcome: Outcome, number: int = number) -> None:
+                outcomes[number] = outcome
+                left.release()
+
+            program = prepared.program
+            message = Message(program.names, program.dtype, self.channel.rank, program.world, self.step)
+            message.shapes = Shapes(shapes[number]) if shapes else None
+            runner_of(self.channel).submit(prepared, Values(tensors), message, done)
+        for _ in messages:
+            assert left.acquire(timeout=60), "an exchange hangs"
+        total = Outcome()
+        for outcome in outcomes:
+            total.add(outcome)
+        self.step += 1
+        if total.error is not None:
+            raise total.error
+        return total
+
+
+def gradients_of(rank: int, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [gradient(n, seed=100 * rank + i, dtype=dtype) for i, n in enumerate(sizes)]
+
+
+def compare(rank: int, per_host: int, routes: list[str], codec: str, dtype: torch.dtype) -> list[str]:
+    """Those routes by which the runner gives other bits than the interpreter."""
+    exchange, world = Exchange(connect(per_host)), dist.get_world_size()
+    names, wrong = [f"layer.{i}" for i in range(len(SIZES))], []
+    everybody = [gradients_of(r, SIZES, dtype) for r in range(world)]
+    for text in routes:
+        prepared = exchange.prepared(CODECS[codec], Route.parse(text), names, SIZES, dtype=dtype)
+        messages = [Message(names, dtype, r, world, exchange.step) for r in range(world)]
+        expected = Interpreter(prepared.program, prepared.codec, messages).run(everybody)[rank]
+        tensors = [x.clone() for x in everybody[rank]]
+        exchange.run([(prepared, tensors)])
+        if not all(same_bits(a, b) for a, b in zip(tensors, expected)):
+            wrong.append(text)
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "per_host"), [(2, 1), (3, 1), (3, 3), (4, 2)])
+def test_runner_gives_the_bits_of_the_interpreter(world: int, per_host: int) -> None:
+    routes = list(NAMED) if world == 4 else FLAT
+    for codec, dtype in (("identity", torch.float32), ("cast", torch.float32), ("identity", torch.bfloat16)):
+        assert run_ranks(world, compare, per_host, routes, codec, dtype) == [[]] * world
+
+
+def test_runner_gives_the_bits_of_the_interpreter_by_routes_that_cover_the_tree() -> None:
+    routes = list(map(str, covering(tree(("gpu",)))))
+    assert run_ranks(4, compare, 2, routes, "cast", torch.float32) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_runner_gives_the_bits_of_the_interpreter_by_every_route() -> None:
+    assert run_ranks(4, compare, 2, list(map(str, tree())), "cast", torch.float32, deadline=1800) == [[]] * 4
+
+
+def packings(rank: int) -> dict[str, object]:
+    """The same tensors in one message and in three, several messages under way at once."""
+    exchange = Exchange(connect(1))
+    names, mine = [f"layer.{i}" for i in range(len(SIZES))], gradients_of(rank, SIZES, torch.float32)
+    results, sent = [], []
+    for cuts in ([0, 6], [0, 1, 4, 6]):
+        tensors = [x.clone() for x in mine]
+        messages = []
+        for first, last in itertools.pairwise(cuts):
+            codec = CODECS["cast"]
+            prepared = exchange.prepared(codec, NAMED["alltoall"], names[first:last], SIZES[first:last])
+            messages.append((prepared, tensors[first:last]))
+        sent.append(exchange.run(messages).bytes_sent)
+        results.append(torch.cat(tensors))
+    frames = 2 * sum(2 * n for n in SIZES) * (dist.get_world_size() - 1) / dist.get_world_size()
+    return {"results": results, "sent": sent, "frames": frames}
+
+
+def test_results_do_not_depend_on_how_tensors_are_put_into_messages() -> None:
+    found = run_ranks(4, packings)
+    for rank in found:
+        assert same_bits(*rank["results"])
+        assert same_bits(rank["results"][0], found[0]["results"][0]), "replicas are bit-identical"
+    total = sum(rank["sent"][0] for rank in found)
+    assert total == pytest.approx(sum(rank["frames"] for rank in found), rel=0.02), "16 bits a value, and exact bytes"
+
+
+# --- What fails, fails on all ranks ----------------------------------------------------------------------------------
+
+
+def one_leaves(rank: int) -> str:
+    """A rank ends in the middle of training; the others are in an exchange with it."""
+    exchange = Exchange(connect(1))
+    prepared = exchange.prepared(CODECS["identity"], NAMED["alltoall"], ["x"], [400_000])
+    for step in range(100):
+        if rank == 2 and step == 3:
+            return "left"
+        try:
+            exchange.run([(prepared, [gradient(400_000, seed=rank)])])
+        except PeerError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_is_gone_ends_every_wait_with_an_error_that_names_it() -> None:
+    *others, gone = run_ranks(3, one_leaves)
+    assert gone == "left"
+    for said in others:
+        assert "rank 2 closed its connections without a word" in said
+
+
+def one_sends_another_program(rank: int) -> str:
+    """Without any agreement between ranks, data of another program never meets a buffer."""
+    exchange = Exchange(connect(1))
+    size = 4000 if rank == 0 else 4001
+    prepared = exchange.prepared(CODECS["identity"], NAMED["alltoall"], ["x"], [size])
+    if rank == 1:
+        threading.Timer(1.0, lambda: exchange.channel.fail(PeerError("rank 1 gives up"))).start()
+    with pytest.raises(PeerError, match="rank 1 gives up"):
+        exchange.run([(prepared, [gradient(size, seed=rank)])])
+    return "raised"
+
+
+def test_a_failure_of_the_channel_ends_an_exchange_that_waits() -> None:
+    assert run_ranks(2, one_sends_another_program) == ["raised"] * 2
+
+
+def one_is_damaged(rank: int) -> str:
+    exchange = Exchange(connect(1))
+    prepared = exchange.prepared(CODECS["identity"], NAMED["alltoall"], ["x"], [4000])
+    if rank == 1:  # another step: what it sends is not what rank 0 expects
+        exchange.step = 7
+    with pytest.raises(PeerError) as raised:
+        exchange.run([(prepared, [gradient(4000, seed=rank)])])
+    return str(raised.value)
+
+
+def test_a_frame_of_another_step_is_refused_by_name() -> None:
+    for said in run_ranks(2, one_is_damaged):
+        assert "sent something else" in said
+        assert "at step" in said
