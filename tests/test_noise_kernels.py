@@ -13,7 +13,7 @@ import torch
 from conftest import generator, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_noise import VALUES, part_of
+from noisy import VALUES, part_of
 
 from gradzip.engines import noise_layout as layout
 from gradzip.engines import reference_noise as reference

@@ -278,7 +278,7 @@ DEVICE bool decode_two(const Noise& a, u16* table, u32& loaded, const NoiseHalf&
     }
     u32 width = form & 3, my_bytes = 0;
     if (coded && !bad) {
-        bad = at + (form & 4 ? 8 : 0) + (8u << width) > size;
+        bad = form & 4 && at + 8 > size;
         if (!bad && form & 4) {
             mask[0] = word_at(from + at), mask[1] = word_at(from + at + 4);
             at += 8;
@@ -288,16 +288,18 @@ DEVICE bool decode_two(const Noise& a, u16* table, u32& loaded, const NoiseHalf&
         mask[0] &= real[0], mask[1] &= real[1];
         count = __popc(mask[0]) + __popc(mask[1]);
         low = low_bits_of(number);
+        planes = at;
+        at += 16 * low * count;
+        bad |= at + (8u << width) > size;
         if (!bad) {
             u32 over = width == 0 ? byte_at(from + at + l / 2) >> 4 * (l & 1) & 15
                      : width == 1 ? byte_at(from + at + l) : half_at(from + at + 2 * l);
             my_bytes = base + over;
         }
         at += 8u << width;
-        planes = at;
     }
     u32 upto = sum_of_lower(my_bytes, l);
-    u32 lists = planes + 16 * low * count + __shfl_sync(kAll, upto, (int)(lane | 15));
+    u32 lists = at + __shfl_sync(kAll, upto, (int)(lane | 15));  // lanes begin at `at`
     if (coded && lists > size) bad = true;
     coded = coded && !bad;
     raw = raw && !bad;
@@ -327,7 +329,7 @@ DEVICE bool decode_two(const Noise& a, u16* table, u32& loaded, const NoiseHalf&
         NoiseWriter<F> writer(a, f, first, last, h.refused || !h.there);
         LaneReader bits;
         bits.held = bits.used = 0;
-        if (coded) bits.open(from + planes + 16 * low * count + upto - my_bytes, limit);
+        if (coded) bits.open(from + at + upto - my_bytes, limit);
         u64 plane = from + planes + l;
         u32 escapes_seen = 0, giants_seen = 0;
         for (u32 row = 0; row < most_rows; row++) {

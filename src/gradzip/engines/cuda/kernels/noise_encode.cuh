@@ -6,7 +6,7 @@
 // lane t mod 16, so what it writes is one string of bits.
 
 constexpr u32 kEncoders = 128, kWarps = 4;
-constexpr u32 kBefore = 48;  // bytes: planes begin there in `out`; the block's head ends there
+constexpr u32 kBefore = 16;  // bytes: planes begin there in `out`; the block's head and mask end there
 constexpr u32 kSmallOut = kBefore + kStageBytes + 1200;   // a staged block, and lanes of one that turns out too large
 constexpr u32 kLargeOut = kBefore + 4 * kNoiseBlock + 32;
 
@@ -346,8 +346,8 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
     u32 lanes = __shfl_sync(kAll, upto, 15);
     u32 width = largest - least < 16 ? 0 : largest - least < 256 ? 1 : 2;
     u32 escapes = count_before(room, room.escaped, room.escapes_before);
-    u32 head = 4 + (masked ? 8 : 0) + (8u << width);
-    u32 size = head + planes + lanes + escapes + 4 * room.giants;
+    u32 head = 4 + (masked ? 8 : 0), lanes_at = kBefore + planes + (8u << width);
+    u32 size = head + lanes_at - kBefore + lanes + escapes + 4 * room.giants;
     Coded coded = {size, kBefore - head, size >= 4 + 4 * b.values, wide};
     if (coded.raw) {
         coded.bytes = 4 + 4 * b.values;
@@ -360,7 +360,7 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
     if (t < kBefore / 4) room.out[t] = 0;
     __syncthreads();
     if (t < kNoiseLanes) {
-        u32 bit = 8 * (kBefore - (8u << width)) + (4u << width) * l;
+        u32 bit = 8 * (kBefore + planes) + (4u << width) * l;
         u32 over = bytes - least;
         atomicOr(room.out + bit / 32, over << (bit & 31));
     }
@@ -370,7 +370,7 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
         if (masked) to[1] = mask[0], to[2] = mask[1];
     }
     {
-        u32 at = 8 * (kBefore + planes + upto - bytes) + before;
+        u32 at = 8 * (lanes_at + upto - bytes) + before;
         u32* to = room.out + at / 32;
         u32 held = at & 31;
         u64 string = 0;
@@ -388,7 +388,7 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
         if (held) atomicOr(to, (u32)string);
     }
     if (escapes) {
-        u32 list = kBefore + planes + lanes;
+        u32 list = lanes_at + lanes;
         if (giants) {
             for (u32 at = t; at < kNoiseBlock / 32; at += kEncoders) {
                 u32 both = 0;
