@@ -14,7 +14,7 @@ from gradzip.bench.sample import Sample
 
 def measured(rank: int) -> dict[str, Any]:
     bench = net.Bench(Sample("made up", gradient(40_000)), torch.device("cpu"))
-    rows = bench.measure(["gcomp:mode=lossless", "gcomp:keep=7", "cast/allreduce", "topk"], rounds=1)
+    rows = bench.measure(["gcomp:mode=lossless", "gcomp:keep=7", "cast/allreduce", "topk", "noise"], rounds=1)
     bench._mean[:10] += 1  # now ten values of every exact exchange are wrong
     again = bench.measure(["gcomp:mode=lossless"], rounds=1)
     return {"rows": rows, "again": again, "pairs": net.pair_bandwidths()}
@@ -24,7 +24,7 @@ def test_exchanges_are_verified_and_counted() -> None:
     first, second = run_ranks(2, measured)
     assert first["rows"] == second["rows"], "all ranks report the same"
     rows = {(row.codec, row.route): row for row in first["rows"]}
-    assert [row.wrong for row in first["rows"]] == [0, 0, 0, 0, 0, None]
+    assert [row.wrong for row in first["rows"]] == [0, 0, 0, 0, 0, None, None]
     assert [row.wrong for row in first["again"]] == [10, 10, 10]
     native, lossless = rows["native fp32", "native"], rows["gcomp:mode=lossless", "alltoall"]
     assert native.sent == 160_000  # with two ranks a ring sends the gradient once
@@ -32,6 +32,7 @@ def test_exchanges_are_verified_and_counted() -> None:
     assert 100_000 < lossless.sent < 155_000
     assert lossless.ratio == native.sent / lossless.host_sent
     assert rows["topk", "allgather"].sent < 5_000
+    assert 15_000 < rows["noise", "alltoall"].sent < 35_000
     for i, line in enumerate(first["pairs"]):
         assert [rate > 0 for rate in line] == [i != j for j in range(2)]
 

@@ -20,7 +20,7 @@ from gradzip.errors import PeerError
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_host import Prepared, runner_of
+from gradzip.exchange.on_host import HostProgram, runner_of
 from gradzip.routes import NAMED, Route, tree
 
 FLAT = [name for name, route in NAMED.items() if not route.hierarchical]
@@ -42,15 +42,15 @@ class Exchange:
 
     def prepared(
         self, codec: MessageCodec, route: Route, names: Sequence[str], sizes: Sequence[int], **how: object
-    ) -> Prepared:
+    ) -> HostProgram:
         dtype = how.get("dtype", torch.float32)
         assert isinstance(dtype, torch.dtype)
         program = compile_route(codec.text, route, names, sizes, dtype, self.channel.topology, codec.codes_sums)
-        return Prepared(program, codec, chunk=2000)
+        return HostProgram(program, codec, chunk=2000)
 
     def run(
         self,
-        messages: Sequence[tuple[Prepared, list[torch.Tensor]]],
+        messages: Sequence[tuple[HostProgram, list[torch.Tensor]]],
         shapes: Sequence[Sequence[torch.Tensor | None]] | None = None,
     ) -> Outcome:
         """Replaces tensors by their means; several messages at once."""

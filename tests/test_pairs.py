@@ -27,7 +27,12 @@ from gradzip import Fixed
 FEATURES = ("autocast", "GradScaler", "accumulation", "clipping", "torch.compile", "Join", "checkpoint")
 PAIRS = [f"{a} + {b}" for a, b in itertools.combinations(FEATURES, 2)]
 CASES = ["DDP alone", *FEATURES, *PAIRS]
-POLICIES = {"lossless": Fixed("gcomp:mode=lossless"), "near": Fixed("gcomp:ulps=4096"), "topk": Fixed("topk:ratio=0.1")}
+POLICIES = {
+    "lossless": Fixed("gcomp:mode=lossless"),
+    "near": Fixed("gcomp:ulps=4096"),
+    "topk": Fixed("topk:ratio=0.1"),
+    "noise": Fixed("noise"),
+}
 STEPS, HALF = 4, 2
 
 

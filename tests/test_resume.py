@@ -32,6 +32,7 @@ def policies() -> dict[str, Any]:
         "topk": Fixed("topk:ratio=0.05"),
         "topk bf16": Fixed("topk:ratio=0.05,feedback=bf16"),
         "dgc": Fixed("dgc:ratio=0.05"),
+        "noise": "noise",
         "accordion": Accordion("powersgd:rank=4", "powersgd:rank=1", window=2),
         "accordion topk": Accordion(Rules({"*": "topk:ratio=0.5"}), Fixed("topk:ratio=0.05"), window=3, threshold=0.2),
     }

@@ -23,6 +23,7 @@ POLICIES: dict[str, str | Policy] = {
     "near-4096": Fixed("gcomp:ulps=4096"),
     "paper": "gcomp:mode=paper",
     "cast": "cast",
+    "noise": "noise",
     "randomk": Fixed("randomk:ratio=0.1"),
     "topk": Fixed("topk:ratio=0.05"),
     "powersgd": "powersgd:rank=1",

@@ -22,11 +22,16 @@ from . import checks
 from .codecs import Codec, Context
 from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
-from .collectives import Channel, Elsewhere, Message, Outcome, average_plainly, submit
+from .collectives import Channel, Elsewhere, Job, Message, Outcome, average_plainly, submit
 from .collectives.finite import all_finite
+from .collectives.message import no_steps
+from .collectives.pipeline import Agreement
+from .exchange import coding
+from .exchange.on_host import runner_of
 from .feedback import Memory
-from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, done_future, new_future
+from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future
 from .refresh import SharedBook
+from .sensitivity.shape import SecondMoments
 from .spans import until
 
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them
@@ -87,6 +92,8 @@ class Backward:
     early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
     all_late: bool = False  # every gradient waits for the last bucket
     book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
+    shapes: SecondMoments = field(default_factory=lambda: SecondMoments(None, {}))
+    shapes_version: object = None  # another one when other gradients have a shape
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -99,6 +106,8 @@ class Backward:
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
         self._comparison: checks.Comparison | None = None
+        self._shape_comparison: checks.Comparison | None = None
+        self._agreement: Job | None = None  # of all ranks on what whole messages this step sends
         self._last_came: float | None = None
         self.alone = is_alone(self.channel)
         self.check &= not self.alone
@@ -158,7 +167,7 @@ class Backward:
         if self.alone:
             named = self._keep_own(named)
         plain = self.plain and not self.alone
-        late, soon = ([], named) if plain else named.parted(self.ways)
+        late, soon, whole = ([], named, []) if plain else named.parted(self.ways)
         if late:
             self._waiting.append(named)
         # Until the end of the step, where somebody still looks at means then: DDP returns with the last bucket.
@@ -174,6 +183,8 @@ class Backward:
         else:
             for kind, message in self._messages(soon, ready):
                 self._start(ticket, kind, functools.partial(submit, message, self.channel))
+            for together in whole:
+                self._start(ticket, together.kind, functools.partial(self._submit_whole, together))
         if last:
             self._all_came(ready)
         self._all_started(ticket)
@@ -266,6 +277,33 @@ class Backward:
             message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
         return [(kind, message) for (kind, _), message in messages.items()]
 
+    def _submit_whole(self, whole: Whole, done: Callable[[Outcome], None]) -> None:
+        """Sends gradients that are coded as one message."""
+        if self._agreement is None:
+            what = f"whole messages at step {self.number} ({self.words})"
+            self._agreement = Job(Agreement(what), no_steps(), self._lost)
+            self.channel.pipeline.submit(self._agreement, elsewhere=True)
+        channel, message = self.channel, coding.Message(whole.names, whole.dtype, step=self.number)
+        message.rank, message.world = channel.rank, channel.world
+        program = whole.program(channel.topology)
+
+        def begin() -> None:
+            if self._shapes_agree():
+                message.shapes = whole.shapes(self.shapes, self.shapes_version)
+
+        runner_of(channel).submit(program, whole.values, message, done, begin, self._wait_for_agreement)
+
+    def _lost(self, job: Job, error: BaseException | None) -> None:
+        if error is not None:
+            self.fail(error)
+
+    def _wait_for_agreement(self) -> None:
+        """Returns when all ranks have said that they send the same messages in this step."""
+        assert self._agreement is not None
+        self._agreement.agreement.reached.wait()
+        if self.channel.error is not None:
+            raise self.channel.error
+
     def _submit_late(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
         """Sends what waited for the last bucket, in the order of names."""
         memory, scale = self.memory, self.scale
@@ -291,6 +329,15 @@ class Backward:
         floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
         if floors or self.learns:
             self._comparison = checks.Comparison(floors, joined, self.number, self.channel, warn)
+
+    def compare_shapes(self, joined: bool, warn: Callable[[str], None]) -> None:
+        """At the beginning: the same for the shapes that whole messages are rounded by, if there are any."""
+        if self.shapes.names and not self.alone:
+            self._shape_comparison = checks.ShapeComparison(self.shapes, joined, self.number, self.channel, warn)
+
+    def _shapes_agree(self) -> bool:
+        """Waits for the other ranks' shapes; False if they differ from this one's, or there are none."""
+        return self._shape_comparison is not None and self._shape_comparison.grids_agree()
 
     def _must_be_lossless(self) -> bool:
         """Waits for the other ranks' grids; True if they differ from this one's."""
@@ -361,10 +408,16 @@ class Backward:
             self.on_end(self)
         finally:
             self.over.set()
-        if self._elsewhere is not None:
-            self._elsewhere.end()
+        self._end_elsewhere()
         for ticket in self._tickets:
             ticket.give()
+
+    def _end_elsewhere(self) -> None:
+        """What the pipeline knows of, and does not do itself, is through."""
+        if self._elsewhere is not None:
+            self._elsewhere.end()
+        if self._agreement is not None:
+            self.channel.pipeline.end(self._agreement)
 
     def fail(self, error: BaseException) -> None:
         """Every bucket that DDP still waits for raises."""
@@ -378,8 +431,7 @@ class Backward:
             self.on_end(self)
         finally:
             self.over.set()
-        if self._elsewhere is not None:
-            self._elsewhere.end()
+        self._end_elsewhere()
         for ticket in list(self._tickets):
             ticket.give()
 

@@ -10,6 +10,7 @@ import torch
 from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Steps, single
 from .engines.layout import Floor
 from .errors import PeerError
+from .sensitivity.shape import SecondMoments
 
 _SAMPLED = 1024  # values of each tensor that are looked at in a step, others in the next
 
@@ -21,6 +22,8 @@ class Comparison:
     where a rank has other optimizer settings than the rest. Either way this step's gradients go lossless on all of
     them. What is compared of grids is a sample that changes from step to step.
     """
+
+    _instead = "gradients are sent lossless"
 
     def __init__(
         self,
@@ -50,24 +53,48 @@ class Comparison:
     def _compare(self, step: int, ready: torch.cuda.Event | None, channel: Channel) -> Steps:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
-        sums = torch.cat([torch.tensor([int(self._own)]), _floor_sums(list(self._floors.values()), step)])
-        names = ["", *self._floors]
+        sums = torch.cat([torch.tensor([int(self._own)]), self._sums(step)])
+        names = ["", *self._names()]
         differing = yield from _differences(sums, names, channel)
         gone = channel.rank if self._own else next((rank for rank, name in differing if not name), None)
         if gone is not None:
             self._joined = True
-            if self._floors:
-                self._warn(f"rank {gone} has no more inputs: while others go on, gradients are sent lossless")
+            if len(names) > 1:
+                self._warn(f"rank {gone} has no more inputs: while others go on, {self._instead}")
         elif differing:
             self._differ = True
             rank, name = differing[0]
             self._warn(
                 f"rank {rank} would round {name!r} to another grid than rank {channel.rank}: its parameters, optimizer "
-                "state or settings differ. Gradients are sent lossless until they agree"
+                f"state or settings differ. Until they agree, {self._instead}"
             )
+
+    def _sums(self, step: int) -> torch.Tensor:
+        return _floor_sums(list(self._floors.values()), step)
+
+    def _names(self) -> list[str]:
+        return list(self._floors)
 
     def _end(self, outcome: Outcome) -> None:
         self._known.set()
+
+
+class ShapeComparison(Comparison):
+    """The same for shapes of the codec noise: where they differ, all values of a tensor get the same grid."""
+
+    _instead = "the codec noise rounds all values of a tensor to the same grid"
+
+    def __init__(
+        self, shapes: SecondMoments, joined: bool, step: int, channel: Channel, warn: Callable[[str], None]
+    ) -> None:
+        self._shapes = shapes
+        super().__init__({}, joined, step, channel, warn)
+
+    def _sums(self, step: int) -> torch.Tensor:
+        return self._shapes.sums(step)
+
+    def _names(self) -> list[str]:
+        return self._shapes.names
 
 
 def compare_results(

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 import torch
 
 from .codecs import Codec, Context
+from .collectives import Topology, flatten
 from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
+from .engines.noise_layout import Shapes
+from .exchange.codecs import message_codec
+from .exchange.coding import MessageCodec, Values
+from .exchange.compiler import compile_route
+from .exchange.on_host import HostProgram
+from .routes import Route
+from .sensitivity.shape import SecondMoments
 
 PLAIN = "identity/allreduce"
 Named = list[tuple[str, torch.Tensor]]
@@ -31,10 +39,40 @@ class Way:
     floor: Floor | torch.Tensor | None
     kind: str = field(init=False, compare=False)  # codec and route, in words
     form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
+    whole: MessageCodec | None = field(init=False, compare=False)  # codes it with others, as one message
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
         object.__setattr__(self, "form", self.codec.error_memory)
+        object.__setattr__(self, "whole", message_codec(self.codec))
+
+
+class Whole:
+    """Gradients of a bucket that are coded as one message, and stay where they are."""
+
+    def __init__(self, kind: str, codec: MessageCodec, route: str, named: Named) -> None:
+        self.kind, self.codec, self._route = kind, codec, route
+        self.names = tuple(name for name, _ in named)
+        self.values = Values([flatten(gradient, gradient) for _, gradient in named])
+        self.dtype = named[0][1].dtype
+        self._program: HostProgram | None = None
+        self._shapes: tuple[object, Shapes | None] = None, None
+
+    def program(self, topology: Topology) -> HostProgram:
+        """Its program, which is compiled once."""
+        if self._program is None:
+            route, sizes = Route.parse(self._route), [tensor.numel() for tensor in self.values.tensors]
+            sums = self.codec.codes_sums
+            program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
+            self._program = HostProgram(program, self.codec)
+        return self._program
+
+    def shapes(self, source: SecondMoments, version: object) -> Shapes | None:
+        """Those of its gradients; looked up anew when the version is another."""
+        if self._shapes[0] is not version:
+            found = source.of(self.names)
+            self._shapes = version, Shapes(found) if any(shape is not None for shape in found) else None
+        return self._shapes[1]
 
 
 class Bucket(Named):
@@ -45,14 +83,19 @@ class Bucket(Named):
         super().__init__(named)
         self.comes_again = comes_again
         self._ways: Mapping[str, Way] | None = None
-        self._parted: tuple[Named, Named] = [], []
+        self._parted: tuple[Named, Named, list[Whole]] = [], [], []
         self._done: Future | None = None
 
-    def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named]:
-        """What waits for the last bucket, and what does not."""
+    def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named, list[Whole]]:
+        """What waits for the last bucket, what does not, and what is coded as whole messages."""
         if self._ways is not ways:
             late = [(name, g) for name, g in self if ways[name].late]
-            self._parted = late, [(name, g) for name, g in self if not ways[name].late]
+            soon = [(name, g) for name, g in self if not ways[name].late and ways[name].whole is None]
+            together: dict[tuple[str, torch.dtype], Named] = {}
+            for name, gradient in self:
+                if ways[name].whole is not None:
+                    together.setdefault((ways[name].kind, gradient.dtype), []).append((name, gradient))
+            self._parted = late, soon, [_whole(ways[named[0][0]], named) for named in together.values()]
             self._ways = ways
         return self._parted
 
@@ -61,6 +104,11 @@ class Bucket(Named):
         if self._done is None or not self.comes_again:
             self._done = done_future(buffer)
         return self._done
+
+
+def _whole(way: Way, named: Named) -> Whole:
+    assert way.whole is not None
+    return Whole(way.kind, way.whole, way.route, named)
 
 
 def new_future(device: torch.device) -> Future:

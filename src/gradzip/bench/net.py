@@ -29,7 +29,11 @@ from ..codecs.gcomp import GComp
 from ..collectives import Channel, Message, Outcome, open_channel, route_of, submit
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
+from ..exchange import coding
+from ..exchange.codecs import message_codec
+from ..exchange.on_host import runner_of
 from ..feedback import Memory
+from ..gradients import Whole
 from ..option import Option
 from ..routes import NAMED
 from .sample import Sample
@@ -60,6 +64,9 @@ class Result:
     speedup: float  # native float32 all-reduce of the same rounds / time
     of_ideal: float  # time / (native time / ratio)
     transport: str = ""  # what carried the bytes; empty for native all-reduces
+
+
+_Start = Callable[[int, Callable[[Outcome], None]], None]
 
 
 class WrongResult(GradzipError):
@@ -137,6 +144,7 @@ class Bench:
         floor = None if floor is None else _on(floor, self.own.device)
         memory, step = Memory(self._rank), 0
         way = _Way(str(codec), label, lambda: None, codec, floor, transport=channel.transport)
+        whole = self._whole(codec, route, channel)
 
         def run() -> None:
             nonlocal step
@@ -148,7 +156,10 @@ class Bench:
                 ended.append(outcome)
                 done.set()
 
-            submit(Message(codec, route, [self.result], [context], memory), channel, end)
+            if whole is not None:
+                whole(step, end)
+            else:
+                submit(Message(codec, route, [self.result], [context], memory), channel, end)
             done.wait()
             memory.commit()
             step += 1
@@ -158,6 +169,20 @@ class Bench:
 
         way.run = run
         return way
+
+    def _whole(self, codec: Codec, route: str, channel: Channel) -> _Start | None:
+        """How to send the gradient by a codec of whole messages; None: it is not one."""
+        messages = message_codec(codec)
+        if messages is None:
+            return None
+        message = Whole(str(codec), messages, route, [("gradient", self.result)])
+        program, runner = message.program(channel.topology), runner_of(channel)
+
+        def start(step: int, done: Callable[[Outcome], None]) -> None:
+            about = coding.Message(message.names, message.dtype, self._rank, self._world, step)
+            runner.submit(program, message.values, about, done)
+
+        return start
 
     # -- verification -------------------------------------------------------------------------------------------
 

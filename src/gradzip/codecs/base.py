@@ -126,6 +126,7 @@ class Codec:
     summable: ClassVar[bool] = False  # frames can be averaged without decoding them: see addends()
     fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
+    routes: ClassVar[tuple[str, ...]] = ()  # the only ones that it can take; none: any that codes
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor
 
     @property

@@ -33,11 +33,17 @@ class Noise(Codec):
     summary: ClassVar[str] = "multiples of a level, rounded at random"
     error: ClassVar[str] = "zero-mean noise, a stated share of the mean square"
     fixed_size: ClassVar[bool] = False
+    routes: ClassVar[tuple[str, ...]] = ("alltoall",)
 
     share: str | float = 0.01  # of the noise in the mean square: 0.01% to 30%; lower = closer to the gradient
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "share", read_share(self.share))
+
+    @property
+    def small_form(self) -> str:
+        """Small tensors travel in the same messages as large ones: there is nothing to gain by another codec."""
+        return str(self)
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         require_float32(self, dtype)

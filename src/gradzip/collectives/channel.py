@@ -71,6 +71,8 @@ class Channel:
         self.users = 0
         self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
         self.error: BaseException | None = None
+        self._timeout = timeout.total_seconds()
+        self._compared = itertools.count()
         self._failing = threading.Lock()
         self._told = threading.Event()  # the others have had time to hear of the error
         self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
@@ -253,6 +255,23 @@ class Channel:
             f"ranks disagree. Rank {ranks[0]}: {texts[0]}. Rank {ranks[other]}: {texts[other]}. "
             "Use the same policy, model, optimizer settings and gradzip on all ranks"
         )
+
+    def compare(self, text: str, wait: bool) -> None:
+        """Tells the others what this rank is going to do; `wait`: raises on all ranks unless theirs is the same.
+
+        To be called on all ranks at the same point, by some of them without waiting.
+        """
+        number, ranks = next(self._compared), list(range(self.world)) if wait else [self.rank]
+        texts = self.health.exchange_texts(f"policy/{number}", text, ranks, self._timeout)
+        if wait and self.error is not None:
+            raise self.error
+        other = next((rank for rank, theirs in zip(ranks, texts) if theirs != text), None)
+        if other is not None:
+            error = PeerError(
+                f"ranks disagree. Rank {self.rank}: {text}. Rank {other}: {texts[other]}. "
+                "Use the same policy, model and gradzip on all ranks"
+            )
+            raise self.fail(error)
 
     # -- users --------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class Health:
         deadline = time.monotonic() + patience
         with contextlib.suppress(Exception):  # who has read them all may leave, and the store with it
             self._set(f"{key}/{self._rank}", text)
-            while missing and time.monotonic() < deadline:
+            while missing and time.monotonic() < deadline and not self._stop.is_set():
                 for rank in list(missing):
                     if (found := self._get(f"{key}/{rank}")) is not None:
                         texts[rank] = found

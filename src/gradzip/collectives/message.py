@@ -127,6 +127,8 @@ def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall")
 
     `default` is where frames go that are neither factors, nor summable, nor sparse: it depends on the hosts.
     """
+    if codec.routes and wanted not in (None, *codec.routes):
+        raise Unsupported(f"{codec} goes by {' or '.join(map(repr, codec.routes))} alone, and not by {wanted!r}")
     if wanted is None:
         return _usual(codec, default)
     if (wanted == FACTORS) != (codec.rounds > 1):
@@ -142,6 +144,8 @@ def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall")
 
 
 def _usual(codec: Codec, default: str) -> str:
+    if codec.routes:
+        return codec.routes[0]
     if codec.rounds > 1:
         return FACTORS
     if isinstance(codec, Cast):
@@ -233,7 +237,7 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
 
     jobs, agreement = [], Agreement(what)
     for number, layout in enumerate(layouts):
-        job, outcome = Job(agreement, _nothing(), _unset, crossing=_crossing(channel)), Outcome()
+        job, outcome = Job(agreement, no_steps(), _unset, crossing=_crossing(channel)), Outcome()
         job.steps = run(job, outcome, layout, first=number == 0)
         jobs.append((job, outcome))
     return jobs
@@ -250,7 +254,8 @@ def _crossing(channel: Channel) -> list[object] | None:
     return [] if channel.device.type == "cuda" else None
 
 
-def _nothing() -> Steps:
+def no_steps() -> Steps:
+    """Of a job that is done elsewhere, or whose steps are still to be set."""
     yield from ()
 
 
@@ -262,7 +267,7 @@ _Way = Callable[[Message, Channel, Job, Outcome], Steps]
 
 
 def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[Job, Outcome]:
-    job, outcome = Job(Agreement(what), _nothing(), _unset, crossing=_crossing(channel)), Outcome()
+    job, outcome = Job(Agreement(what), no_steps(), _unset, crossing=_crossing(channel)), Outcome()
     job.steps = way(message, channel, job, outcome)
     return job, outcome
 
@@ -395,7 +400,7 @@ def average_plainly(
 def single(what: str, run: Callable[[Job, Outcome], Steps], channel: Channel, done: Callable[[Outcome], None]) -> None:
     """Sends a job of one's own on its way, among the messages."""
     outcome = Outcome()
-    job = Job(Agreement(what), _nothing(), _Gathering(1, done).one_done(outcome))
+    job = Job(Agreement(what), no_steps(), _Gathering(1, done).one_done(outcome))
     job.steps = run(job, outcome)
     channel.pipeline.submit(job)
 

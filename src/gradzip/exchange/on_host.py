@@ -65,7 +65,7 @@ class Frame(NamedTuple):
         return self.room[HEAD : HEAD + self.size]
 
 
-class Prepared:
+class HostProgram:
     """A message's program with all that this rank needs to run it: made once for a layout of the message."""
 
     def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
@@ -95,9 +95,10 @@ class _Chunk:
 class _Sent:
     """A message on its way."""
 
-    prepared: Prepared
+    prepared: HostProgram
     values: Values
     message: Message
+    begin: Callable[[], None]  # called before the first encode, where it may wait
     agreed: Callable[[], None]  # returns when all ranks have said that they do the same; raises if they do not
     done: Callable[[Outcome], None]
     outcome: Outcome = field(default_factory=Outcome)
@@ -144,13 +145,18 @@ class HostRunner:
 
     def submit(
         self,
-        prepared: Prepared,
+        prepared: HostProgram,
         values: Values,
         message: Message,
         done: Callable[[Outcome], None],
+        begin: Callable[[], None] = lambda: None,
         agreed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads."""
+        """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads.
+
+        `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
+        all ranks send the same.
+        """
 
         def ended(outcome: Outcome) -> None:
             with self._changed:
@@ -158,7 +164,7 @@ class HostRunner:
                 self._changed.notify_all()
             done(outcome)
 
-        sent = _Sent(prepared, values, message, agreed, ended, left=len(prepared.chunks))
+        sent = _Sent(prepared, values, message, begin, agreed, ended, left=len(prepared.chunks))
         with self._changed:
             self._under_way[sent] = None
             if not self._threads:
@@ -242,6 +248,7 @@ class _Run:
             self._pending = None
         arrived = time.perf_counter()
         if self.sent.coder is None:
+            self.sent.begin()
             self.sent.coder = self.sent.prepared.codec.coder(self.sent.message)
             self.sent.coder.measure(self.sent.values)
         steps = self._chunk.stages[self._stage]

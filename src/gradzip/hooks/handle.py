@@ -32,12 +32,14 @@ from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
 from ..refresh import SharedBook
+from ..sensitivity.shape import SecondMoments
 from ..sensitivity.survey import fetch
 from . import report
 from .ahead import Ahead
 from .buckets import Buckets
 from .checkpoint import read_checkpoint
 from .metrics import Metrics, Writer
+from .noise import NoiseShare
 from .premises import Premises
 from .progress import Progress
 from .ways import Ways, parameter_names
@@ -85,7 +87,7 @@ class Handle:
         )
         self._group = group
         self._ways = Ways(self._names, self._device, optimizer, topology)
-        self._ways.check(policy)
+        ways = self._ways.check(policy)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
@@ -95,6 +97,8 @@ class Handle:
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
+        self._shapes, self._shapes_version = SecondMoments(optimizer, self._names), object()
+        self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({})
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
@@ -108,9 +112,11 @@ class Handle:
         self._tracer: Tracer | None = None
         self._premises = None if optimizer is None else Premises(optimizer, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
+        scheme = _Scheme(ways)
+        self._channel.compare(f"{len(self._names)} tensors, {scheme.words}", wait=scheme.whole)
         if self._channel.rank == 0:
             shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
-            report.say(report.at_attach(self._ways.of(policy, 1.0), shapes, self._channel.world))
+            report.say(report.at_attach(ways, shapes, self._channel.world))
 
     # -- for the user -------------------------------------------------------------------------------------------
 
@@ -148,8 +154,9 @@ class Handle:
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
         the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route (what
         travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
-        the bytes held from step to step, `history` what a policy that learns has decided, `prediction` what the plan
-        said of a step beside the median of the last ones, `transport` what carries large messages.
+        the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py), `runner` what
+        carried whole messages, `history` what a policy that learns has decided, `prediction` what the plan said of a
+        step beside the median of the last ones, `transport` what carries large messages.
         """
         self._drain()
         with self._lock:
@@ -197,6 +204,8 @@ class Handle:
                 for kind, part in self._parts.items()
             },
             "tensors": tensors,
+            "noise": self._noise.stats(world),
+            "runner": "host" if self._scheme.whole else "",
             "history": list(learns.history) if learns else [],
             "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
@@ -342,6 +351,8 @@ class Handle:
         check = os.environ.get(CHECK, "") not in ("", "0")
         learns = self._learns
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+        if self._scheme.whole and self._shapes.renew():
+            self._shapes_version = object()
         begun = Backward(
             self._steps,
             scale,
@@ -360,8 +371,13 @@ class Handle:
             early=not (learns or self._scheme.graded or self._scheme.plain),
             all_late=self._scheme.all_late,
             book_limit=self._scheme.book_limit,
+            shapes=self._shapes,
+            shapes_version=self._shapes_version,
         )
-        begun.compare(self._has_joined(), self._warn)
+        joined = self._has_joined()
+        begun.compare(joined, self._warn)
+        if self._scheme.whole:
+            begun.compare_shapes(joined, self._warn)
         if self._premises is not None:
             self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
@@ -428,6 +444,7 @@ class Handle:
                 self._parts.setdefault(kind, collectives.Outcome()).add(part)
             self._bytes_raw += ended.raw_bytes
             self._exposed += ended.exposed
+            self._noise.step(ended.totals, sum(part.bytes_sent for part in ended.parts.values() if part.values))
             self._steps += 1
             self._steps_here += 1
             self._compare(ended)
@@ -473,6 +490,7 @@ class _Scheme:
         self.ways = ways
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
+        self.whole = any(way.whole is not None for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
         self.book_limit = min((way.codec.limit for way in ways.values() if shares_book(way.codec)), default=0)

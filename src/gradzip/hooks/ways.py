@@ -17,6 +17,7 @@ from ..codecs.gcomp import GComp
 from ..collectives import Topology, flatten, route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
+from ..exchange.codecs import message_codec
 from ..feedback import clean_name
 from ..gradients import Way
 from ..option import Option
@@ -72,8 +73,8 @@ class Ways:
         self._chosen = _Chosen({}, {})
         self._last: dict[str, Way] = {}
 
-    def check(self, policy: Policy) -> None:
-        """Complains about a policy that cannot work with this model, rather than in backward."""
+    def check(self, policy: Policy) -> dict[str, Way]:
+        """Complains about a policy that cannot work with this model, rather than in backward; returns its ways."""
         for part in _parts(policy):
             for pattern in part.rules:
                 if not any(fnmatchcase(name, pattern) for name in self._names.values()):
@@ -81,7 +82,7 @@ class Ways:
                         f"the policy has a rule for {pattern!r}, and no parameter is called so: take the names of "
                         f"model.named_parameters(), without `module.`{nearest(pattern, self._names.values())}"
                     )
-        self.of(policy, 1.0)
+        return self.of(policy, 1.0)
 
     def of(self, policy: Policy, scale: float, read: Read = fetch, floors: bool = True) -> dict[str, Way]:
         """By parameter name. `scale` is the loss scale that gradients carry; `read` fetches numbers from the device.
@@ -117,6 +118,7 @@ class Ways:
             if option.device == "gpu" and self._device.type == "cpu":
                 raise Unsupported(f"{name!r} is on the CPU: {option} would have it coded on a GPU")
             codec = parse(option.codec)
+            self._check_whole(codec, name, parameter)
             if codec.rounds > 1:
                 lowrank.load(self._device)  # here, on the user's thread, which may want it as well
             way = chosen.ways[name] = self._way(codec, option, parameter)
@@ -124,6 +126,18 @@ class Ways:
                 exact = self._way(GComp(mode="lossless", limit=codec.limit, book=codec.book), option, parameter)
                 chosen.graded.setdefault(codec, {})[parameter] = _Graded(name, way, exact)
         return chosen
+
+    def _check_whole(self, codec: Codec, name: str, parameter: torch.Tensor) -> None:
+        """Complains about a gradient that cannot travel in whole messages, where its codec wants that."""
+        if message_codec(codec) is None:
+            return
+        if self._device.type != "cpu":
+            raise Unsupported(f"{codec} works on models on the CPU so far, and {name!r} is on {self._device}")
+        if parameter.dtype.itemsize > 4 and parameter.requires_grad:
+            raise Unsupported(
+                f"{codec} codes values of 16 and 32 bits, and {name!r} is {parameter.dtype}: use "
+                f"Rules({{{name!r}: 'identity', '*': {str(codec)!r}}}, small=True)"
+            )
 
     def _way(self, codec: Codec, option: Option, parameter: torch.Tensor) -> Way:
         route = self._route(codec, option)

@@ -1,0 +1,126 @@
+"""Shapes: how coarse each value of a gradient may be beside the others of its tensor, from the optimizer's state.
+
+An optimizer that divides by the root of a second moment feels the same error more where that is small. So the grid of
+the codec `noise` follows it: value i of a tensor is rounded to multiples of its level times 2^d, where d is half the
+exponent of the second moment, less that of the largest one; at least -12. All ranks hold the same state, so nobody has
+to send it. docs/format.md, "Noise", has the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .near import memory_order
+
+FIRST_STEP = 4  # updates after which second moments say enough
+DEEPEST = -12
+_SECOND = ("exp_avg_sq", "square_avg", "sum", "variance")  # Adam's family; RMSprop; Adagrad; Adafactor's vectors
+_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))  # torch's Adafactor; that of transformers
+_SAMPLED = 64  # values of each tensor that ranks compare in a step, others in the next
+
+
+class SecondMoments:
+    """The shapes of a model's gradients, renewed once a step; all in one tensor, which stays where it is."""
+
+    def __init__(self, optimizer: Optimizer | None, names: Mapping[torch.Tensor, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        # A ZeroRedundancyOptimizer has the state of this rank's share alone.
+        self._shared = optimizer is not None and type(optimizer).__name__ != "ZeroRedundancyOptimizer"
+        self._flat = torch.empty(0, dtype=torch.int8)
+        self._places: dict[str, torch.Tensor] = {}  # views of it, by name
+        self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
+        self._shapes: dict[str, torch.Tensor | None] = {}
+
+    def renew(self) -> bool:
+        """Takes the state as it is now; True if other tensors have a shape than before."""
+        before, found = self._shapes, dict[str, torch.Tensor | None]()
+        for parameter, name in self._names.items() if self._shared else ():
+            second = self._second(parameter, name)
+            if second is not None:
+                shape = shape_of(second, self._place(name, parameter.numel()))
+                if shape is not None:
+                    found[name] = shape
+        self._shapes = found
+        return found.keys() != before.keys()
+
+    def of(self, names: Sequence[str]) -> list[torch.Tensor | None]:
+        """The shapes of some gradients; None: all values of that one alike."""
+        return [self._shapes.get(name) for name in names]
+
+    @property
+    def names(self) -> list[str]:
+        """Those that have one."""
+        return list(self._shapes)
+
+    def sums(self, step: int) -> torch.Tensor:
+        """A number for each shape, of a sample of its values: what ranks compare."""
+        rows = [_sample(shape, step) for shape in self._shapes.values() if shape is not None]
+        weights = torch.arange(1, _SAMPLED + 1)
+        return torch.stack([(row * weights[: row.numel()]).sum() for row in rows]) if rows else torch.zeros(0).long()
+
+    def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
+        """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
+        assert self._optimizer is not None
+        state = self._optimizer.state.get(parameter)
+        if not state:
+            return None
+        found = next((state[key] for key in _SECOND if isinstance(state.get(key), torch.Tensor)), None)
+        factors = next((pair for pair in _FACTORS if all(isinstance(state.get(k), torch.Tensor) for k in pair)), None)
+        if found is None and factors is not None:
+            found = state[factors[0]]
+        if found is None or not self._has_settled(name, found, state):
+            return None
+        if factors is not None:
+            found = _product(state[factors[0]], state[factors[1]], parameter.shape)
+        if found is None or found.shape != parameter.shape or not found.is_floating_point():
+            return None
+        return found.float().permute(memory_order(parameter)).reshape(-1)
+
+    def _has_settled(self, name: str, second: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        if self._settled.get(name) is not second:
+            steps = state.get("step")
+            if steps is None or float(steps) < FIRST_STEP:
+                return False
+            self._settled[name] = second
+        return True
+
+    def _place(self, name: str, numel: int) -> torch.Tensor:
+        if not self._places:
+            self._flat = torch.empty(sum(p.numel() for p in self._names), dtype=torch.int8)
+            sizes = [p.numel() for p in self._names]
+            self._places = dict(zip(self._names.values(), self._flat.split_with_sizes(sizes)))
+        return self._places[name]
+
+
+def shape_of(second: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+    """The shape of flat float32 second moments, written to `out`; None where they are not finite, or all zero."""
+    if not second.numel():
+        return None
+    half = second.contiguous().view(torch.int8)[3::4]  # sign and the upper 7 of 8 bits of the exponent
+    largest = int(half.max())
+    if int(half.min()) < 0 or not bool(second.any()) or (largest == 127 and not bool(second.isfinite().all())):
+        return None
+    torch.sub(half, largest, out=out)
+    return out.clamp_(min=DEEPEST)
+
+
+def _product(rows: torch.Tensor, columns: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """The second moments that Adafactor's factors stand for, but for a factor that all of them have in common."""
+    if len(shape) < 2:
+        return None
+    if rows.dim() < len(shape):  # those of transformers have one dimension less
+        rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
+    found = rows.float() * columns.float()
+    return found if found.shape == shape else None
+
+
+def _sample(shape: torch.Tensor, step: int) -> torch.Tensor:
+    """Every n-th value; it starts elsewhere in each step."""
+    count = min(shape.numel(), _SAMPLED)
+    stride = shape.numel() // count
+    room = shape.numel() - (count - 1) * stride
+    return shape.as_strided((count,), (stride,), shape.storage_offset() + step % room).long()

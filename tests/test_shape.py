@@ -1,0 +1,136 @@
+"""Shapes from the optimizer's second moments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import generator, special
+from torch import nn
+
+from gradzip.sensitivity.shape import DEEPEST, SecondMoments, shape_of
+
+
+def by_hand(second: torch.Tensor) -> list[int] | None:
+    """Value by value, from the exponent of each."""
+    values = second.double().tolist()
+    if not all(map(math.isfinite, values)) or not any(values):
+        return None
+    halves = [(max(math.frexp(v)[1] - 1 + 127, 0) if v >= 2**-126 else 0) >> 1 for v in values]
+    return [max(half - max(halves), DEEPEST) for half in halves]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1.0, 1e30])
+def test_shape_is_half_the_exponent_less_that_of_the_largest(scale: float) -> None:
+    second = torch.randn(5000, generator=generator()).mul(4).exp().mul(scale).clamp(max=3e38)
+    second[::7] = 0
+    found = shape_of(second, torch.empty(5000, dtype=torch.int8))
+    assert found is not None
+    assert found.tolist() == by_hand(second)
+    assert found.max() == 0
+
+
+def test_odd_second_moments() -> None:
+    for second in (special(500).abs().nan_to_num(0.0), torch.full((9,), 1e-41), torch.tensor([0.0, 1e-44])):
+        found = shape_of(second, torch.empty(second.numel(), dtype=torch.int8))
+        assert found is not None
+        assert found.tolist() == by_hand(second)
+    for value in (math.nan, math.inf, -1.0):
+        assert shape_of(torch.tensor([1.0, value]), torch.empty(2, dtype=torch.int8)) is None
+    assert shape_of(torch.zeros(8), torch.empty(8, dtype=torch.int8)) is None
+    assert shape_of(torch.zeros(0), torch.empty(0, dtype=torch.int8)) is None
+
+
+OPTIMIZERS = {
+    "Adam": (lambda ps: torch.optim.Adam(ps), "exp_avg_sq"),
+    "AdamW": (lambda ps: torch.optim.AdamW(ps, foreach=True), "exp_avg_sq"),
+    "NAdam": (lambda ps: torch.optim.NAdam(ps), "exp_avg_sq"),
+    "RMSprop": (lambda ps: torch.optim.RMSprop(ps), "square_avg"),
+    "Adagrad": (lambda ps: torch.optim.Adagrad(ps), "sum"),
+}
+
+
+def trained(make: object, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[torch.Tensor, str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)).to(memory_format=torch.channels_last)
+    optimizer = make(model.parameters())  # type: ignore[operator]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 6, 6)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer, {p: name for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_second_moments_are_found_by_their_key_from_the_fourth_step_on(kind: str) -> None:
+    make, key = OPTIMIZERS[kind]
+    for steps in (0, 3, 4, 6):
+        _, optimizer, names = trained(make, steps)
+        source = SecondMoments(optimizer, names)
+        assert source.renew() == (steps >= 4)
+        for parameter, name in names.items():
+            (shape,) = source.of([name])
+            if steps < 4:
+                assert shape is None
+                continue
+            assert shape is not None
+            second = optimizer.state[parameter][key]
+            order = second.permute(0, 2, 3, 1) if second.dim() == 4 else second  # as channels_last lies in memory
+            assert shape.tolist() == by_hand(order.reshape(-1))
+
+
+def test_factors_of_adafactor_are_multiplied() -> None:
+    _, optimizer, names = trained(lambda ps: torch.optim.Adafactor(ps), 5)
+    source = SecondMoments(optimizer, names)
+    source.renew()
+    weight, name = next((p, n) for p, n in names.items() if n == "2.weight")
+    state = optimizer.state[weight]
+    (shape,) = source.of([name])
+    assert shape is not None
+    assert shape.tolist() == by_hand((state["row_var"] * state["col_var"]).reshape(-1))
+    rows, columns = torch.rand(5) + 0.1, torch.rand(128) + 0.1
+    optimizer.state[weight] = {"step": 5, "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}  # as transformers has them
+    source.renew()
+    (shape,) = source.of([name])
+    assert shape is not None
+    assert shape.tolist() == by_hand(torch.outer(rows, columns).reshape(-1))
+
+
+def test_optimizers_without_second_moments_have_no_shapes() -> None:
+    _, optimizer, names = trained(lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9), 6)
+    for source in (SecondMoments(optimizer, names), SecondMoments(None, names)):
+        assert not source.renew()
+        assert source.of(list(names.values())) == [None] * len(names)
+        assert source.sums(0).numel() == 0
+
+
+def test_shapes_follow_the_state_and_stay_where_they_are() -> None:
+    _, optimizer, names = trained(lambda ps: torch.optim.Adam(ps), 4)
+    source = SecondMoments(optimizer, names)
+    source.renew()
+    (before,) = source.of(["2.weight"])
+    assert before is not None
+    parameter = next(p for p, name in names.items() if name == "2.weight")
+    optimizer.state[parameter]["exp_avg_sq"].view(-1)[7] *= 2.0**20
+    assert not source.renew()
+    (after,) = source.of(["2.weight"])
+    assert after is before
+    assert after[7] == 0
+    optimizer.state[parameter]["exp_avg_sq"].fill_(math.nan)
+    assert source.renew()
+    assert source.of(["2.weight"]) == [None]
+
+
+def test_sums_differ_where_shapes_do() -> None:
+    _, optimizer, names = trained(lambda ps: torch.optim.Adam(ps), 4)
+    source = SecondMoments(optimizer, names)
+    source.renew()
+    before = [source.sums(step) for step in range(3)]
+    assert len(before[0]) == len(source.names) == len(names)
+    bias = next(p for p, name in names.items() if name == "2.bias")
+    optimizer.state[bias]["exp_avg_sq"] *= torch.tensor([1.0, 1e-3, 1.0, 1e3, 1.0])
+    source.renew()
+    for step in range(3):
+        differs = (source.sums(step) != before[step]).tolist()
+        assert differs == [name == "2.bias" for name in source.names]
