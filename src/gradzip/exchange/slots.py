@@ -1,9 +1,9 @@
 """Slots: how many bytes a message keeps for each frame of a codec whose frames have no fixed size.
 
 A slot is the same on all ranks, so that a collective moves it without telling sizes. An encoder makes its levels
-coarser where a frame does not fit. The first size follows from the share of noise; later ones from the largest frames of the
-last steps, which all ranks learn together, two steps late. What is not yet applied is part of the state, so that a
-resumed run changes its slots at the same steps.
+coarser where a frame does not fit. The first size follows from the share of noise; later ones from the largest frames
+of the last steps, which all ranks learn together, two steps late. What is not yet applied is part of the state, so
+that a resumed run changes its slots at the same steps.
 """
 
 from __future__ import annotations
