@@ -1,4 +1,4 @@
-"""The handle that attach returns under GRADZIP=off: the same calls, and DDP left as it is."""
+"""A Handle that does nothing, returned when GRADZIP=off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Off(Handle):
         """The same keys, and nothing to count."""
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
         seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
-        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "transport": ""}
+        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "transport": "", "noise": {}, "runner": ""}
         return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0} | empty
 
     def log(self, writer: Writer, every: int = 100) -> None:
