@@ -1,6 +1,8 @@
 # make setup    a virtual environment in .venv with gradzip in it
 # make demo     train a small model over a slow network with each codec, and look at the report
-# make test     all tests, or some: ARGS=...  make check   ruff and mypy
+# make test     all tests, or some: ARGS=...  make check   ruff and mypy, as in continuous integration
+# make test-no-simd   the engines' tests against a library without SIMD code
+# make format   rewrite Python files as ruff formats them
 # make bench    codec speed and size          make native  only the C++ library, in build/
 # make fuzz     a million damaged payloads    make wheel   one wheel in dist/
 # make docs     the documentation as a site in build/site
@@ -12,17 +14,18 @@ RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))' 2>/dev/null
 
-.PHONY: setup demo test check bench native fuzz wheel docs clean
+.PHONY: setup demo test test-no-simd check format bench native fuzz wheel docs clean
 
 setup: $(VENV)/.installed
 
 # A torch that is already there is kept, whatever its version: it fits the machine's GPU and is large to fetch again.
-# Asked twice, because a virtual environment does not see the packages of another one that is active.
+# Asked twice, because a virtual environment does not see the packages of another one that is active. The copy of
+# constraints.txt tells later runs which torch it was: it has a line for torch only where `make setup` fetched it.
 $(VENV)/constraints.txt: constraints.txt
 	@echo 'making a virtual environment in $(VENV)'
 	@if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
-	@if env -u PYTHONPATH $(RUN)/python $(HAS_TORCH) && [ ! -e $@ ]; then : >$@; fi
-	@if [ ! -e $@ ] || [ -s $@ ]; then cp constraints.txt $@; fi
+	@if [ -e $@ ]; then grep -q '^torch' $@; else ! env -u PYTHONPATH $(RUN)/python $(HAS_TORCH); fi \
+	    && cp constraints.txt $@ || grep -v '^torch' constraints.txt >$@
 	@touch $@
 
 # Python files are used in place; anything native or a new dependency means another install.
@@ -48,9 +51,20 @@ demo: $(VENV)/.installed
 test: $(VENV)/.test
 	$(RUN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
+# The library as it is on processors that are not x86. pip builds it, so that a machine without CMake can do it, too.
+test-no-simd: $(VENV)/.test
+	@$(PIP) --upgrade --no-deps --target build/no-simd -C cmake.define.GRADZIP_NO_SIMD=ON .
+	GRADZIP_NO_SIMD=1 GRADZIP_LIBRARY=build/no-simd/gradzip/libgradzip.so $(RUN)/python -m pytest \
+	    $(or $(ARGS),-n 2 tests/test_engines.py tests/test_golden.py tests/test_huffman.py tests/test_planner_timeline.py)
+
 check: $(VENV)/.dev
 	$(RUN)/python -m ruff check .
+	$(RUN)/python -m ruff format --check .
 	$(RUN)/python -m mypy
+
+format: $(VENV)/.dev
+	$(RUN)/python -m ruff check --fix .
+	$(RUN)/python -m ruff format .
 
 bench: $(VENV)/.test
 	$(RUN)/gradzip bench codec $(ARGS)

@@ -35,7 +35,8 @@ def main(folder: str = "checkpoint", steps: str = "10") -> None:
     handle = gradzip.attach(model, optimizer, "topk:ratio=0.05")
     if saved is not None:
         optimizer.load_state_dict(saved["optimizer"])
-        handle.load_state_dict(torch.load(own, weights_only=True))  # each rank has its own residuals
+        # Each rank has its own residuals; one that is new, on more ranks than before, starts without.
+        handle.resume(torch.load(own, weights_only=True) if own.exists() else None)
 
     for step in range(first, first + int(steps)):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1000 * step + rank))

@@ -260,8 +260,16 @@ inline void join_lane_part(const uint8_t* GZ_RESTRICT exponent, const uint8_t* G
 
 // --- Output ---
 
+constexpr uint32_t kNaN = 0x7fc00000;  // of every sum: which operand's payload survives is up to the compiler
+
 inline void add_floats(const void* GZ_RESTRICT from, int n, void* GZ_RESTRICT to) {
-    for (int i = 0; i < n; i++) put_value(to, i, value_at<float>(to, i) + value_at<float>(from, i));
+    for (int i = 0; i < n; i++) {
+        const float sum = value_at<float>(to, i) + value_at<float>(from, i);
+        uint32_t bits;
+        std::memcpy(&bits, &sum, 4);
+        const uint32_t nan = 0u - uint32_t(sum != sum);  // a mask, so that the loop vectorises without blends, too
+        put_value(to, i, (bits & ~nan) | (kNaN & nan));
+    }
 }
 
 // 16-bit sums: through float and back, rounding to nearest even as torch does.
@@ -293,7 +301,7 @@ inline uint16_t float_to_half(float f, int dtype) {
         return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
     }
     uint32_t sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00);
+    if (magnitude > 0x7f800000u) return 0x7e00;
     if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00);  // 65536 and above
     if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 puts the bits where they belong, rounded
         float shifted;

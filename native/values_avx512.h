@@ -245,9 +245,11 @@ inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
 
 inline void store_floats(const Target& target, int i, __m512i v) {
     float* to = static_cast<float*>(target.out) + i;
-    if (target.add)
-        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_castsi512_ps(v)));
-    else if (target.stream)
+    if (target.add) {
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(to), _mm512_castsi512_ps(v));
+        const __mmask16 nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
+        _mm512_storeu_si512(to, _mm512_mask_mov_epi32(_mm512_castps_si512(sum), nan, _mm512_set1_epi32(int(kNaN))));
+    } else if (target.stream)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v);
     else
         _mm512_storeu_si512(to, v);

@@ -248,7 +248,7 @@ def test_the_environment_has_the_last_word(seen: list[dict[str, Any]]) -> None:
         ("no optimizer", "asks the optimizer which bits matter"),
         ("pattern", "without `module.`, did you mean '0.weight'"),
         ("inner pattern", "'9.*', and no parameter is called so"),
-        ("policy", "is no policy"),
+        ("policy", "is not a policy"),
     ],
 )
 def test_what_cannot_work_is_refused(seen: list[dict[str, Any]], case: str, words: str) -> None:

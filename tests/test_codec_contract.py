@@ -1,16 +1,20 @@
 """What every codec with a frame promises. A new codec is held to all of it by registering.
 
-The codecs run on the default engine; tests/test_engines.py shows that engines do not differ.
+Codecs run on the default engine, and gcomp once on each instruction set that this processor has: on one with AVX-512
+the code for AVX2 would otherwise never run. tests/test_engines.py shows that engines do not differ.
 """
 
 from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import SIZES, ZOO, generator, gradient, random_bits, same_bits, special
+from identity import isas, native_on
 
 import gradzip
 from gradzip import Codec, Context, parse, wire
@@ -41,14 +45,21 @@ NOT_TWICE = {
 NOT_TWICE_IN_HALVES = {"qsgd"}
 FRAMED = [name for name, cls in REGISTRY.items() if cls.rounds == 1 and cls.__module__.startswith("gradzip.")]
 EXTRAS = {"zstd": "zstandard", "lz4": "lz4.block"}
+CASES = [
+    pytest.param((spec, isa), id=spec if isa is None else f"{spec} on {isa}")
+    for spec in (*FRAMED, *VARIANTS)
+    for isa in (isas() if spec.startswith("gcomp") else [None])
+]
 SMALL = 300  # values in frames that are damaged byte by byte
 
 
-@pytest.fixture(params=[*FRAMED, *VARIANTS])
-def codec(request: pytest.FixtureRequest) -> Codec:
-    if request.param in EXTRAS:
-        pytest.importorskip(EXTRAS[request.param])
-    return parse(request.param)
+@pytest.fixture(params=CASES)
+def codec(request: pytest.FixtureRequest) -> Iterator[Codec]:
+    spec, isa = request.param
+    if spec in EXTRAS:
+        pytest.importorskip(EXTRAS[spec])
+    with nullcontext() if isa is None else native_on(isa):
+        yield parse(spec)
 
 
 def context(numel: int) -> Context:
@@ -120,6 +131,37 @@ def test_awkward_tensors(codec: Codec) -> None:
                 assert not bool(y.isfinite().all()), f"{name}: a failed step on one rank must fail on all"
 
 
+def test_subnormal_tensors(codec: Codec) -> None:
+    """Nothing but subnormals: their frames decode, whatever the random numbers were."""
+    for dtype in supported(codec):
+        tiny = torch.finfo(dtype).tiny
+        for numel in (1, 2, 33, 500):
+            for seed in range(40):
+                share = torch.rand(numel, generator=generator(seed), dtype=torch.float64) * 2 - 1
+                x = (share * tiny).to(dtype)
+                x = x.masked_fill(x.abs() >= tiny, tiny / 2)
+                ctx = context(numel)
+                ctx.seed = seed
+                y = codec.decode(codec.encode(x, ctx), ctx)
+                assert bool(y.isfinite().all())
+                if codec.lossless:
+                    assert same_bits(y, x)
+                elif not codec.transforms:
+                    assert float(y.double().abs().max()) <= 2 * tiny / min(getattr(codec, "ratio", 1.0), 1.0)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in REGISTRY.items() if cls.rounds > 1])
+def test_subnormal_tensors_in_codecs_of_several_rounds(name: str) -> None:
+    for seed in range(40):
+        share = torch.rand(40, 30, generator=generator(seed), dtype=torch.float64) * 2 - 1
+        x = (share * torch.finfo(torch.float32).tiny).float()
+        ctx = Context(name="layer.weight", seed=seed)
+        (reduced,) = parse(name).reduce([x], [ctx], lambda mean: None)
+        assert bool(reduced.mean.isfinite().all())
+        assert reduced.residual is not None
+        assert bool(reduced.residual.isfinite().all())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_value_is_not_lost(codec: Codec, value: float) -> None:
     for dtype in supported(codec):
@@ -164,6 +206,15 @@ def test_shape_and_strides_do_not_matter(codec: Codec) -> None:
         assert torch.equal(encoded(codec, x), encoded(codec, x.contiguous().view(-1)))
     tracked = base.clone().requires_grad_()
     assert torch.equal(encoded(codec, tracked), encoded(codec, base))
+
+
+def test_lazy_negation_is_encoded(codec: Codec) -> None:
+    """A view that negates lazily has the values' opposite in its memory; torch hands out such views of conjugates."""
+    x = gradient(5000)
+    assert torch.equal(encoded(codec, torch._neg_view(x)), encoded(codec, -x))
+    imaginary = torch.complex(x, x).conj().imag
+    assert imaginary.is_neg()
+    assert torch.equal(encoded(codec, imaginary), encoded(codec, -x))
 
 
 def test_a_frame_describes_itself(codec: Codec) -> None:
@@ -266,6 +317,13 @@ def test_bad_output_of_decode_is_refused(codec: Codec) -> None:
             codec.decode(frame, context(1000), out=out)
     with pytest.raises(Unsupported, match="contiguous"):
         codec.decode(frame, context(1000), out=torch.empty(2000)[::2])
+    with pytest.raises(Unsupported, match="negates lazily"):
+        codec.decode(frame, context(1000), out=torch._neg_view(torch.empty(1000)))
+    tracked = torch.zeros(1000, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"out requires grad.*detach\(\).*no_grad"):
+        codec.decode(frame, context(1000), out=tracked)
+    with torch.no_grad():
+        assert same_bits(codec.decode(frame, context(1000), out=tracked), decoded(codec, frame, 1000))
     with pytest.raises(Unsupported, match="needs out="):
         codec.decode(frame, context(1000), add=True)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +33,7 @@ from identity import (
     mapped,
     native_on,
     prove,
+    with_payloads,
 )
 
 from gradzip import Context, Floor, engines, parse, wire
@@ -82,6 +86,29 @@ def test_all_engines_agree_on_damaged_bodies(recipe: Recipe, seed: int) -> None:
     body, rng = encode(reference, case), random.Random(seed)
     for _ in range(5):
         check_damaged(case, damage(body, rng))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_engines_agree_on_every_truncation(mode: str) -> None:
+    """Two blocks, of which a cut may damage the first and lose the second: all give the same class of error."""
+    case = make(Recipe(("gradient",), 40, "few special", mode=mode, seed=3))
+    body = encode(reference, case)
+    for size in [*range(0, 300), *range(300, body.numel(), 97), *range(body.numel() - 60, body.numel())]:
+        assert not check_damaged(case, body[:size])
+        changed = body[:size].clone()
+        changed[size // 2 : size // 2 + 1] ^= 0x55
+        check_damaged(case, changed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_nans_are_one_nan(dtype: str, mode: str) -> None:
+    """NaN + NaN, NaN + number and infinity - infinity: the same bits from every engine and instruction set."""
+    if dtype != "float32" and mode != "lossless":
+        pytest.skip("16-bit types are coded losslessly")
+    case = make(Recipe(("few special",), 700, "few special", dtype=dtype, mode=mode, seed=9))
+    case.x[::3] = with_payloads(case.x[::3])
+    check_identity(case)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -306,6 +333,21 @@ def test_cpu_tensors_go_to_the_native_engine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("GRADZIP_ENGINE", raising=False)
     assert engines.pick("cpu") is native
     assert native.isa() in isas()
+
+
+def test_every_instruction_set_of_this_processor_is_tested() -> None:
+    """Tests run on each of `isas()`: one that is missing there would be tested nowhere without a word."""
+    if "GRADZIP_NO_SIMD" in os.environ:  # `make test-no-simd` says so
+        assert isas() == ["scalar"]
+        return
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(re.findall(r"\w+", cpuinfo.read_text())) if cpuinfo.exists() else set()
+    needed = {
+        "scalar": set[str](),
+        "avx2": {"avx2", "bmi2"},
+        "avx512": {"avx512vbmi", "avx512_vbmi2", "avx512bw", "avx512vl", "avx512dq"},
+    }
+    assert isas() == [isa for isa, instructions in needed.items() if instructions <= flags]
 
 
 @pytest.mark.parametrize("name", [None, "reference", "native"])

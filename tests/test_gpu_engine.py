@@ -9,13 +9,14 @@ from conftest import gradient, random_bits, same_bits, special
 from emulated import floors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from identity import with_payloads
 
 from gradzip import engines
 from gradzip.codecs import Context, parse
 from gradzip.engines import huffman, reference
 from gradzip.engines.cuda import launch
 from gradzip.engines.layout import BODY_HEAD_BYTES, TABLE_BYTES, Floor, Job, body_bound, segments_of
-from gradzip.errors import CodecError, EngineError, GradzipError, Unsupported
+from gradzip.errors import CodecError, EngineError, GradzipError, Truncated, Unsupported
 
 MODES = ["gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=12", "gcomp", "gcomp:mode=paper"]
 
@@ -168,16 +169,27 @@ def test_damaged_payloads_meet_the_same_end(gpu: emulated.Emulator, codec: str) 
         damaged[at] ^= 1 << at % 8
         assert _outcome("cuda", codec, damaged, context) == _outcome("reference", codec, damaged, context), f"byte {at}"
     for length in range(0, frame.numel(), max(1, frame.numel() // 20)):
-        assert _outcome("cuda", codec, frame[:length], context) is None, f"{length} bytes"
+        assert _outcome("cuda", codec, frame[:length], context) is Truncated, f"{length} bytes"
 
 
-def _outcome(engine: str, codec: str, payload: torch.Tensor, context: Context) -> list[int] | None:
-    """The decoded bits, or None for an error."""
+def _outcome(engine: str, codec: str, payload: torch.Tensor, context: Context) -> list[int] | type[CodecError]:
+    """The decoded bits, or the class of the error."""
     try:
         with engines.use(engine):
             return parse(codec).decode(payload, context).view(torch.int32).tolist()
-    except CodecError:
-        return None
+    except CodecError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_of_nans_are_one_nan(gpu: emulated.Emulator, dtype: torch.dtype) -> None:
+    x, there = gradient(5_000, dtype=dtype), gradient(5_000, seed=1, dtype=dtype)
+    x[::3], there[::2] = with_payloads(x[::3]), with_payloads(there[::2])
+    frame, sums = encoded("reference", "gcomp:mode=lossless", x, Context()), [there.clone(), there.clone()]
+    for engine, total in zip(("reference", "cuda"), sums):
+        with engines.use(engine):
+            parse("gcomp:mode=lossless").decode(frame, Context(), out=total, add=True)
+    assert same_bits(*sums)
 
 
 def test_bodies_of_different_codings_are_added_once(gpu: emulated.Emulator) -> None:

@@ -125,7 +125,7 @@ class Moody:
 def test_ways_are_found_once_and_policies_that_may_change_are_asked() -> None:
     parameter = nn.Parameter(torch.ones(64, 64))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    ways = Ways({parameter: "w"}, torch.device("cpu"), optimizer, Topology(0, ((0,),)))
+    ways = Ways({parameter: "w"}, torch.device("cpu"), [optimizer], Topology(0, ((0,),)))
     near = Rules({"*": "gcomp"})
     first = ways.of(near, 1.0)
     assert ways.of(near, 1.0) is first

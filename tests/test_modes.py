@@ -5,6 +5,9 @@ The formulas here know floats as numbers; map_values knows them as bits.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ import gradzip
 from gradzip import Context, parse
 from gradzip.engines.layout import COARSEST, EXACT, Job
 from gradzip.engines.reference_values import floor_values, map_values
+from gradzip.errors import Unsupported
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
     [0.0, -0.0, 2.0**-126, -(2.0**-126), 2.0**-149, 1.5, 2.5, -3.5, 3.4028234663852886e38, -3.4028234663852886e38]
@@ -185,3 +189,17 @@ def test_sums_of_grid_values_stay_on_the_grid(seed: int, shift: int) -> None:
     coarse = Context(floor=floor, shift=shift)
     steps = codec.decode(codec.encode(total, coarse), coarse).double() / torch.exp2(floor.double() + shift)
     assert torch.equal(steps, steps.round())
+
+
+@pytest.mark.parametrize("shift", [-1, 128, 1 << 40, 1.5, "2"])
+def test_absurd_shifts_are_refused(shift: Any) -> None:
+    with pytest.raises(Unsupported, match=rf"shift={re.escape(repr(shift))}.*0 to 127"):
+        Context(shift=shift)
+    later = Context()
+    later.shift = shift
+    for spec in ("gcomp:mode=lossless", "gcomp:keep=7"):
+        frame = gradzip.encode(torch.ones(5), spec)
+        with pytest.raises(Unsupported, match="0 to 127"):
+            gradzip.parse(spec).encode(torch.ones(5), later)
+        with pytest.raises(Unsupported, match="0 to 127"):
+            gradzip.parse(spec).decode(frame, later)

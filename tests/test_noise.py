@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import re
@@ -16,6 +17,7 @@ import torch
 from conftest import ZOO, generator, gradient, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from noisy import VALUES, part_of
 
 import gradzip
 from gradzip import Context, parse, wire
@@ -28,25 +30,6 @@ from gradzip.errors import Corrupt, Truncated, Unsupported
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-VALUES = {
-    "gauss": lambda n, g: torch.randn(n, generator=g),
-    "heavy": lambda n, g: torch.randn(n, generator=g) * torch.exp(2 * torch.randn(n, generator=g)),
-    "zeros": lambda n, g: torch.zeros(n),
-    "sparse": lambda n, g: torch.randn(n, generator=g) * (torch.rand(n, generator=g) < 0.02),
-    "empty rows": lambda n, g: torch.randn(n, generator=g) * (torch.arange(n) // 300 % 3 == 1),
-    "giants": lambda n, g: torch.where(torch.rand(n, generator=g) < 0.01, 1e20, 1.0) * torch.randn(n, generator=g),
-    "subnormal": lambda n, g: torch.randn(n, generator=g) * 1e-41,
-    "largest": lambda n, g: torch.full((n,), torch.finfo(torch.float32).max),
-    "failed": lambda n, g: torch.where(torch.rand(n, generator=g) < 0.01, math.nan, 1.0) * torch.randn(n, generator=g),
-    "infinite": lambda n, g: torch.where(torch.rand(n, generator=g) < 0.5, math.inf, -1.0),
-    "nan": lambda n, g: torch.full((n,), math.nan),
-    "minus zero": lambda n, g: torch.full((n,), -0.0),
-}
-
-
-def part_of(x: torch.Tensor, share: float = 0.01, *, shape: torch.Tensor | None = None, start: int = 0) -> Part:
-    level = layout.level(reference_noise.statistics(x, shape), share, 4)
-    return Part(x, level, shape, start, layout.key_of(1, 2, "w", "own", start), layout.offset_of(1, 4))
 
 
 def on_all(call: Callable[[ModuleType], T]) -> list[T]:
@@ -276,6 +259,20 @@ def test_rounding_by_hand() -> None:
         t = np.float32(x[i]) * np.float32(1.0 / part.level) * np.float32(2.0 ** -int(shape[i]))
         k = np.floor(t)
         assert q[i] == k + (int((t - k) * np.float32(1 << 24)) + h24 >= 1 << 24)
+
+
+def test_keys_by_hand() -> None:
+    """docs/format.md, "Draws": the name is hashed once, a step changes the key by integer operations."""
+
+    def mix(x: int) -> int:
+        return int(wire.mix32(torch.tensor([x % (1 << 32)])))
+
+    for step in (0, 1, 77, (1 << 32) + 5):
+        hashed = hashlib.blake2b(b"3/layer.weight/sum/1", digest_size=8).digest()
+        n0, n1 = int.from_bytes(hashed[:4], "little"), int.from_bytes(hashed[4:], "little")
+        k0, k1 = mix(n0 ^ mix(step)), mix(n1 + step % (1 << 32) * 0x9E3779B9)
+        assert layout.key_of(3, step, "layer.weight", "sum", (1 << 32) + 9) == k1 << 32 | k0
+    assert len({layout.key_of(0, step, "w", "own", 0) & 0xFFFFFFFF for step in range(5000)}) == 5000
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read the profile"):
         Profile.load(tmp_path / "nowhere.json")
     (tmp_path / "text.json").write_text("hello")
-    with pytest.raises(PlanError, match="is no JSON"):
+    with pytest.raises(PlanError, match="is not JSON"):
         Profile.load(tmp_path / "text.json")
     with pytest.raises(PlanError, match="wanted an object"):
         Profile.from_json([1, 2])

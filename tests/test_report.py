@@ -137,6 +137,21 @@ def test_a_prediction_is_shown_without_steps() -> None:
     assert [row["speed"] for row in rows] == ["1.00x", "5.00x", "2.00x"], "a prediction is compared with a prediction"
 
 
+def test_losses_are_compared_at_the_same_step() -> None:
+    long, short = Run("long", {"words": "every bit"}), Run("short")
+    for step in range(1, 41):
+        long.add({"step": step, "seconds": step, "loss": 100.0 - step})
+        if step <= 20:
+            short.add({"step": step, "seconds": step, "loss": 200.0 - step})
+    rows = summary([long, short, Run("predicted")])
+    assert [row["loss at step 20"] for row in rows] == ["80.500", "180.500", "–"], "the mean of steps 19 and 20"
+    assert [row["in words"] for row in rows] == ["every bit", "–", "–"]
+    short.add({"step": 21, "seconds": 21, "loss": float("nan")})
+    assert [row["loss at step 21"] for row in summary([long, short])] == ["79.500", "–"], "divergence is not hidden"
+    assert summary([long])[0]["loss at step 40"] == "61.500", "alone, its own last steps count"
+    assert "in words" not in summary([short])[0]
+
+
 def test_names_that_repeat_are_told_apart(recorded: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_text('{"step": 1, "seconds": 1}\n\n{"step": 3, "seconds": 2, "loss": NaN}\n')
@@ -150,10 +165,10 @@ def test_names_that_repeat_are_told_apart(recorded: Path, tmp_path: Path) -> Non
     ("content", "message"),
     [
         ("", "holds no run"),
-        ("{", "line 1 is no JSON"),
-        ("[]", "line 1 is no JSON object"),
+        ("{", "line 1 is not JSON"),
+        ("[]", "line 1 is not a JSON object"),
         ('{"schema": "gradzip-run", "version": 2}', "another schema or version"),
-        ('{"loss": 1}', "names no step"),
+        ('{"loss": 1}', "step is None"),
     ],
 )
 def test_files_that_cannot_be_shown(content: str, message: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_second_moments_are_found_by_their_key_from_the_fourth_step_on(kind: str
     make, key = OPTIMIZERS[kind]
     for steps in (0, 3, 4, 6):
         _, optimizer, names = trained(make, steps)
-        source = SecondMoments(optimizer, names)
+        source = SecondMoments([optimizer], names)
         assert source.renew() == (steps >= 4)
         for parameter, name in names.items():
             (shape,) = source.of([name])
@@ -82,7 +82,7 @@ def test_second_moments_are_found_by_their_key_from_the_fourth_step_on(kind: str
 
 def test_factors_of_adafactor_are_multiplied() -> None:
     _, optimizer, names = trained(lambda ps: torch.optim.Adafactor(ps), 5)
-    source = SecondMoments(optimizer, names)
+    source = SecondMoments([optimizer], names)
     source.renew()
     weight, name = next((p, n) for p, n in names.items() if n == "2.weight")
     state = optimizer.state[weight]
@@ -99,7 +99,7 @@ def test_factors_of_adafactor_are_multiplied() -> None:
 
 def test_optimizers_without_second_moments_have_no_shapes() -> None:
     _, optimizer, names = trained(lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9), 6)
-    for source in (SecondMoments(optimizer, names), SecondMoments(None, names)):
+    for source in (SecondMoments([optimizer], names), SecondMoments([], names)):
         assert not source.renew()
         assert source.of(list(names.values())) == [None] * len(names)
         assert source.sums(0).numel() == 0
@@ -107,7 +107,7 @@ def test_optimizers_without_second_moments_have_no_shapes() -> None:
 
 def test_shapes_follow_the_state_and_stay_where_they_are() -> None:
     _, optimizer, names = trained(lambda ps: torch.optim.Adam(ps), 4)
-    source = SecondMoments(optimizer, names)
+    source = SecondMoments([optimizer], names)
     source.renew()
     (before,) = source.of(["2.weight"])
     assert before is not None
@@ -124,7 +124,7 @@ def test_shapes_follow_the_state_and_stay_where_they_are() -> None:
 
 def test_sums_differ_where_shapes_do() -> None:
     _, optimizer, names = trained(lambda ps: torch.optim.Adam(ps), 4)
-    source = SecondMoments(optimizer, names)
+    source = SecondMoments([optimizer], names)
     source.renew()
     before = [source.sums(step) for step in range(3)]
     assert len(before[0]) == len(source.names) == len(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from gradzip import Codec, parse
 from gradzip.codecs import REGISTRY as EVERYTHING
-from gradzip.errors import Unsupported
+from gradzip.errors import PlanError, Unsupported
+from gradzip.planner.auto import Auto
+from gradzip.policy import as_policy
 
 # Other tests register codecs of their own.
 REGISTRY = {name: cls for name, cls in EVERYTHING.items() if cls.__module__.startswith("gradzip.")}
@@ -104,6 +107,12 @@ def test_feedback_says_where_errors_wait() -> None:
         ("cast:too=bf16", "did you mean 'to'?"),
         ("identity:level=1", "it has: none"),
         ("quux", "`gradzip codecs` lists them all"),
+        ("bf16", "did you mean 'cast:to=bf16'?"),
+        ("FP16", "did you mean 'cast:to=fp16'?"),
+        ("topk:0.01", "Did you mean 'topk:ratio=0.01'?"),
+        ("powersgd:4", "Did you mean 'powersgd:rank=4'?"),
+        ("gcomp:lossless", "Did you mean 'gcomp:mode=lossless'?"),
+        ("randomk:unbiased", "Did you mean 'randomk:unbiased=true'?"),
     ],
 )
 def test_near_misses_are_named(text: str, message: str) -> None:
@@ -141,3 +150,29 @@ def test_near_misses_are_named(text: str, message: str) -> None:
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(Unsupported):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        ("bf16", " Did you mean 'cast:to=bf16'?"),
+        ("fp16", " Did you mean 'cast:to=fp16'?"),
+        ("gcmop:keep=7", " Did you mean 'gcomp'?"),
+        ("quux", ""),
+    ],
+)
+def test_policies_that_are_none_get_a_hint(policy: str, hint: str) -> None:
+    with pytest.raises(Unsupported) as error:
+        as_policy(policy)
+    assert str(error.value) == (
+        f"{policy!r} is not a policy.{hint} A policy is a codec such as 'topk:ratio=0.01', a Plan, or an object with "
+        "option(name, shape)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("auto:lossy", "'auto:lossy=true'"), ("auto:codecs", "'auto:codecs=gcomp,powersgd'")]
+)
+def test_auto_without_a_value_gets_a_hint(text: str, hint: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"Did you mean {hint}?")):
+        Auto.parse(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from conftest import floor_for, gradient, same_bits, special
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from identity import native_on
 
 from gradzip import Context, engines, parse
 from gradzip.codecs.gcomp import GComp
@@ -39,8 +40,9 @@ ON_GPU = (
 WORLD, SIZES, FEW, STEPS = 3, (4200, 2, 0, 300), (300, 2, 0, 500), 2
 
 
-@pytest.fixture(params=["native", "cuda"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=[*native.available_isas(), "cuda"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The native engine on each instruction set, and the cuda engine's kernels on the CPU."""
     if request.param == "cuda":
         emulated = pytest.importorskip("emulated")
         if emulated.COMPILER is None:
@@ -48,7 +50,10 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         from gradzip.engines.cuda import launch
 
         monkeypatch.setattr(launch, "emulator", emulated.Emulator())
-    return str(request.param)
+        yield "cuda"
+    else:
+        with native_on(request.param):
+            yield "native"
 
 
 # --- Exchanges -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT, run_ranks
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -232,13 +233,14 @@ def sharded() -> None:
 
 
 ON_RANKS: dict[str, Callable[[int], object]] = {
+    "replicate() of torch.distributed._composable": lambda rank: gradzip.attach(replicate(nn.Linear(8, 8))),
     "keeps gradients in shards": lambda rank: sharded(),
     "this model has a handle already": lambda rank: twice(),
     "this model has another hook": lambda rank: another_hook(),
     "asks the optimizer which bits": lambda rank: Loop("gcomp", lambda parameters: None),
     "gradzip cannot tell which bits": lambda rank: Loop("gcomp", strange_optimizer),
     "the policy has a rule for": lambda rank: Loop(Rules({"9.*": "topk"})),
-    "is no policy": lambda rank: Loop(7),
+    "is not a policy": lambda rank: Loop(7),
     "the plan is for another model": lambda rank: Loop(Plan({"a": Option("gcomp")}, {"a": (2, 2)}, "Net", 25.0, {})),
     "this state has version": lambda rank: other_state(lambda state: state.update(version=99)),
     "the state was saved by": lambda rank: other_state(lambda state: state.update(world_size=3)),

@@ -116,7 +116,7 @@ class ExactWorkers:
         self._channels = [_Channel(rank, world, self._device, self._meeting) for rank in range(world)]
         self._memories = [Memory(rank) for rank in range(world)]
         self._books = [SharedBook() for _ in range(world)]
-        self._ways = Ways(names, self._device, optimizer, self._channels[0].topology)
+        self._ways = Ways(names, self._device, [optimizer] if optimizer else [], self._channels[0].topology)
 
     def mean(self, gradients: list[Gradients]) -> dict[str, torch.Tensor]:
         """What all ranks get for the gradients of each, by parameter name. Ends the step."""

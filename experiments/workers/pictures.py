@@ -19,8 +19,10 @@ _PAD = 4
 class Pictures:
     """All pictures on the device as uint8; a batch is cut out, mirrored and normalised there."""
 
-    def __init__(self, root: Path, device: torch.device, classes: int = 10, limit: int | None = None) -> None:
-        arrays = {key: torch.from_numpy(value) for key, value in data.cifar(root, classes).items()}
+    def __init__(
+        self, root: Path, device: torch.device, classes: int = 10, limit: int | None = None, batches: int = 5
+    ) -> None:
+        arrays = {key: torch.from_numpy(value) for key, value in data.cifar(root, classes, batches).items()}
         if limit is not None:
             arrays = {key: value[:limit] for key, value in arrays.items()}
         self.x, self.y = (

@@ -63,7 +63,8 @@ class StackedWorkers:
         names: dict[torch.Tensor, str] = {p: n for n, p in named.items()}
         device = next(iter(names)).device
         self.policy, self._optimizer = policy, optimizer
-        self._ways = Ways(names, device, optimizer, Topology(0, tuple((r,) for r in range(world))))
+        topology = Topology(0, tuple((r,) for r in range(world)))
+        self._ways = Ways(names, device, [optimizer] if optimizer else [], topology)
         # Those that are compressed lie together, so that one operation takes them all.
         ordered = sorted(named, key=lambda name: small(named[name].shape))
         self.places, at = dict[str, Place](), 0

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from . import saved
 from .codecs import Codec
-from .errors import Unsupported
+from .errors import Unsupported, nearest
 from .option import Option
 from .policy import Policy, as_policy
 
@@ -133,19 +134,31 @@ class Accordion:
         state |= {f"norm/{name}": norm for name, norm in self._norms.items()}
         return state | {f"sum/{name}": total.clone() for name, total in self._sums.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | int | float]) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, torch.Tensor | int | float],
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Goes on from a state; one that does not fit is refused, and nothing is changed. `shapes` are the model's."""
         parts: dict[str, dict[str, Any]] = {"rate": {}, "critical": {}, "norm": {}, "sum": {}}
         for key, value in state.items():
             kind, slash, name = key.partition("/")
             if slash:
                 if kind not in parts:
                     raise Unsupported(f"{key!r} is no part of an Accordion's state: was it saved by another policy?")
+                if shapes is not None and kind != "rate" and name not in shapes:
+                    raise Unsupported(f"the state is of another model: this one has no {name!r}{nearest(name, shapes)}")
                 parts[kind][name] = value
-        self._steps, self._epochs = int(state["steps"]), int(state["epochs"])
-        self._rates = [float(parts["rate"][str(i)]) for i in range(len(parts["rate"]))]
-        self._critical = {name: bool(value) for name, value in parts["critical"].items()}
-        self._norms = {name: float(value) for name, value in parts["norm"].items()}
-        self._sums = {name: total.clone() for name, total in parts["sum"].items()}
+        steps, epochs = saved.counter(state, "steps"), saved.counter(state, "epochs")
+        rates = [saved.number(state, f"rate/{i}") for i in range(len(parts["rate"]))]
+        critical = {name: bool(saved.counter(state, f"critical/{name}", most=1)) for name in parts["critical"]}
+        norms = {name: saved.number(state, f"norm/{name}") for name in parts["norm"]}
+        sums = {
+            name: saved.floats(f"sum/{name}", total, None if shapes is None else shapes[name]).clone()
+            for name, total in parts["sum"].items()
+        }
+        self._steps, self._epochs, self._rates = steps, epochs, rates
+        self._critical, self._norms, self._sums = critical, norms, sums
 
 
 def exact_norm(x: torch.Tensor) -> float:

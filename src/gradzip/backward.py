@@ -24,6 +24,7 @@ from .codecs.baseline import Identity
 from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Job, Message, Outcome, average_plainly, submit
 from .collectives.finite import all_finite
+from .collectives.gloo import Broken
 from .collectives.message import no_steps
 from .collectives.pipeline import Agreement
 from .exchange import coding
@@ -34,6 +35,7 @@ from .refresh import SharedBook
 from .sensitivity.shape import SecondMoments
 from .spans import until
 
+SPARSE = "sparse gradients by torch"  # what `stats` calls them
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them
 
 
@@ -92,7 +94,7 @@ class Backward:
     early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
     all_late: bool = False  # every gradient waits for the last bucket
     book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
-    shapes: SecondMoments = field(default_factory=lambda: SecondMoments(None, {}))
+    shapes: SecondMoments = field(default_factory=lambda: SecondMoments([], {}))
     shapes_version: object = None  # another one when other gradients have a shape
 
     def __post_init__(self) -> None:
@@ -133,6 +135,30 @@ class Backward:
             self._last_came = time.perf_counter()
             self._ended(None, None, Outcome())
         return future
+
+    def take_sparse(self, gradient: torch.Tensor, group: dist.ProcessGroup, last: bool) -> Future:
+        """Takes a bucket of one sparse gradient. torch averages it, as DDP does by itself: no codec reads such."""
+        future = done_future(gradient)
+        if not self.alone:
+            with self._lock:
+                self._open += 1
+            work = dist.all_reduce(gradient.div_(self.channel.world), group=group, async_op=True)
+            future = work.get_future().then(self._sparse_ended)
+        if last:
+            self._all_came(None)
+        return future
+
+    def _sparse_ended(self, future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        outcome = Outcome(collectives=1)
+        try:
+            mean = future.value()[0]
+            outcome.finite = all_finite([mean._values()])
+            return mean
+        except Exception as error:
+            outcome.error = self.channel.explained(Broken(None, error))
+            raise
+        finally:
+            self._ended(None, SPARSE, outcome)
 
     def _averaged(self, buffer: torch.Tensor, elsewhere: Elsewhere) -> Future:
         if buffer.device.type == "cuda":

@@ -15,6 +15,7 @@ GradzipWarning (a UserWarning) is the category of its warnings: training goes on
 """
 
 import difflib
+import warnings
 from collections.abc import Iterable
 
 
@@ -66,3 +67,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 class GradzipWarning(UserWarning):
     """Something keeps gradzip from doing its best; the message names it."""
+
+
+def warn(text: str) -> None:
+    """A GradzipWarning without a line of source: where gradzip noticed it says nothing to the user."""
+    warnings.warn_explicit(text, GradzipWarning, "gradzip", 0)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .codecs.base import Apart, Kept, wide
+from . import saved
+from .codecs.base import REGISTRY, Apart, Kept, wide
 from .errors import Unsupported, nearest
 from .sensitivity.near import memory_order
 
@@ -332,34 +333,45 @@ class Memory:
         `shapes` are those of the model's parameters. Nothing is taken of a state that does not fit.
         """
         own = f"rank{self.rank}/"
+        self.check_state_dict(state, shapes)
         residuals: dict[str, torch.Tensor] = {}
         states: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
             kind, _, rest = key.removeprefix(own).partition("/")
             if kind == "codec":
                 owner, _, field = rest.rpartition("/")
-                _check_name(_whole(owner.partition("/")[2]), shapes)
                 kept = value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
                 states.setdefault(owner, {})[field] = kept
             elif kind == "residual" and isinstance(value, torch.Tensor):
-                stage, _, name = rest.partition("/")
-                _check_name(name, shapes)
-                if stage == GRADIENT and value.shape != shapes[name]:
-                    raise Unsupported(
-                        f"the state is of another model: {name!r} has shape {tuple(value.shape)} there and "
-                        f"{tuple(shapes[name])} here"
-                    )
+                name = rest.partition("/")[2]
                 home = torch.device("cpu") if self.forms.get(name) == "cpu" else device
                 residuals[rest] = value.to(home, copy=True)
-        expected, found = state.get(f"{own}entries"), len(residuals) + sum(map(len, states.values()))
-        if expected is not None and expected != found:
+        self.drop()
+        self._residuals, self._states, self._bundles = residuals, states, {}
+        self._has_folded = any(key.startswith(_FOLDED) for key in residuals)
+
+    def check_state_dict(self, state: Mapping[str, Value], shapes: Mapping[str, torch.Size]) -> None:
+        """Raises Unsupported for the first field that this rank could not go on with."""
+        own = f"rank{self.rank}/"
+        found = 0
+        for key, value in state.items():
+            kind, _, rest = key.removeprefix(own).partition("/")
+            if kind == "codec":
+                _check_codec_state(key, rest, value, shapes)
+            elif kind == "residual" and key.startswith(own):
+                stage, _, name = rest.partition("/")
+                _check_residual(key, stage, name, value, shapes)
+            elif key.startswith(own) and rest + kind != "entries":
+                raise Unsupported(f"the state's {key!r} is not a field that gradzip saves: {saved.CURE}")
+            found += kind in ("codec", "residual")
+        if f"{own}entries" not in state:
+            return
+        expected = saved.counter(state, f"{own}entries")
+        if expected != found:
             raise Unsupported(
                 f"the state holds {found} of the {expected} entries that rank {self.rank} saved. A checkpoint of "
                 "torch.distributed.checkpoint is read by handle.load_checkpoint(path), which asks for all of them"
             )
-        self.drop()
-        self._residuals, self._states, self._bundles = residuals, states, {}
-        self._has_folded = any(key.startswith(_FOLDED) for key in residuals)
 
 
 def _at_work(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -375,6 +387,36 @@ def is_exact(scale: float) -> bool:
 def _whole(name: str) -> str:
     """The parameter that a stretch such as `weight[0:100]` is of."""
     return re.sub(r"\[\d+:\d+\]$", "", name)
+
+
+def _check_codec_state(key: str, rest: str, value: object, shapes: Mapping[str, torch.Size]) -> None:
+    owner, _, field = rest.rpartition("/")
+    codec, _, part = owner.partition("/")
+    name = _whole(part)
+    _check_name(name, shapes)
+    if codec not in REGISTRY:
+        raise Unsupported(f"the state's {key!r} is of a codec that is not registered here{nearest(codec, REGISTRY)}")
+    shape = shapes[name]
+    if part != name:
+        start, stop = (int(n) for n in part.removeprefix(name)[1:-1].split(":"))
+        if not 0 <= start < stop <= shape.numel():
+            raise Unsupported(f"the state's {key!r} is of values that {name!r} of shape {tuple(shape)} does not have")
+        shape = torch.Size([stop - start])
+    REGISTRY[codec].check_state(field, key, value, shape)
+
+
+def _check_residual(key: str, stage: str, name: str, value: object, shapes: Mapping[str, torch.Size]) -> None:
+    _check_name(name, shapes)
+    if stage == GRADIENT:
+        saved.floats(key, value, shapes[name])
+        return
+    place = re.fullmatch(rf"(?:{_FOLDED})?sum\d+\.(\d+)-(\d+)", stage)
+    start, stop = map(int, place.groups()) if place else (0, 0)
+    if not 0 <= start < stop <= shapes[name].numel():
+        raise Unsupported(
+            f"the state's {key!r} is of values that {name!r} of shape {tuple(shapes[name])} does not have"
+        )
+    saved.floats(key, value, numel=stop - start)
 
 
 def _check_name(name: str, shapes: Mapping[str, torch.Size]) -> None:

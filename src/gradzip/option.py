@@ -41,6 +41,8 @@ class Option:
         """The option of a text form; an Option is returned as it is."""
         if isinstance(text, Option):
             return text
+        if not isinstance(text, str):
+            raise Unsupported(f"{text!r} is not an option: write a text such as 'topk:ratio=0.01@gpu/alltoall'")
         head, slash, route = text.partition("/")
         codec, at, device = head.partition("@")
         steps = " > ".join(step.strip() for step in route.split(">"))

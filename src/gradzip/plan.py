@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import jsonfile
 from .codecs import parse
 from .errors import PlanError, nearest
+from .jsonfile import is_count, is_number, shown
 from .option import Option
 
 SCHEMA = "gradzip-plan"
 VERSION = 1
+_LONGEST_OPTION = 1000  # characters; a longer one is damaged, and would fill the screen with its error
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        try:
-            return cls.from_json(json.loads(Path(path).read_text()), str(path))
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{path} is no JSON: {error}") from error
+        return cls.from_json(jsonfile.load(path, "plan", PlanError), str(path))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
@@ -76,24 +74,41 @@ class Plan:
         options, shapes = {}, {}
         for name, entry in entries.items():
             try:
-                shape = tuple(entry["shape"])
-                if not all(isinstance(n, int) and n > 0 for n in shape):
-                    raise ValueError(f"shape {entry['shape']!r}")
+                if not isinstance(entry, dict):
+                    raise ValueError(f"it is {shown(entry)}, not an object")
+                shape = entry["shape"]
+                if (
+                    not isinstance(shape, list)
+                    or not all(is_count(n, 1) for n in shape)
+                    or not is_count(math.prod(shape))
+                ):
+                    raise ValueError(f"shape is {shown(shape)}: wanted a list of whole numbers from 1 on")
+                if not isinstance(entry["option"], str) or len(entry["option"]) > _LONGEST_OPTION:
+                    raise ValueError(f"option is {shown(entry['option'])}: wanted a text such as 'topk:ratio=0.01'")
                 option = Option.parse(entry["option"])
                 options[name] = Option(str(parse(option.codec)), option.device, option.route)
-                shapes[name] = shape
-            except (KeyError, TypeError, ValueError) as error:
-                raise PlanError(f"{source}: cannot read the entry of {name!r}: {error}") from error
-        expected = data.get("expected") or {}
-        bad = {k: v for k, v in expected.items() if not isinstance(v, int | float) or not math.isfinite(v)}
-        if bad:
-            raise PlanError(f"{source}: expected holds what is no number: {bad}")
-        timeline = tuple(_span(entry, source) for entry in data.get("timeline") or [])
-        return cls(options, shapes, str(data.get("model", "")), data.get("bucket_cap_mb"), expected, timeline)
+                shapes[name] = tuple(shape)
+            except (KeyError, ValueError) as error:
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
+                raise PlanError(f"{source}: cannot read the entry of {name!r} in tensors: {why}") from error
+        model, bucket = data.get("model", ""), data.get("bucket_cap_mb")
+        if not isinstance(model, str):
+            raise PlanError(f"{source}: model is {shown(model)}: wanted a text")
+        if bucket is not None and not (is_number(bucket) and bucket > 0):
+            raise PlanError(f"{source}: bucket_cap_mb is {shown(bucket)}: wanted null or a number above 0")
+        expected, timeline = data.get("expected") or {}, data.get("timeline") or []
+        if not isinstance(expected, dict):
+            raise PlanError(f"{source}: expected is {shown(expected)}: wanted an object")
+        for key, value in expected.items():
+            if not is_number(value):
+                raise PlanError(f"{source}: expected.{key} is {shown(value)}: wanted a finite number")
+        if not isinstance(timeline, list):
+            raise PlanError(f"{source}: timeline is {shown(timeline)}: wanted a list")
+        return cls(options, shapes, model, bucket, expected, tuple(_span(entry, source) for entry in timeline))
 
 
 def _span(entry: object, source: str) -> tuple[str, str, float, float]:
     match entry:
-        case [str(track), str(name), int() | float() as start, int() | float() as end] if 0 <= start <= end < math.inf:
+        case [str(track), str(name), start, end] if is_number(start) and is_number(end) and 0 <= start <= end:
             return track, name, float(start), float(end)
-    raise PlanError(f"{source}: timeline holds {entry!r}: wanted a resource, a name, and seconds of start and end")
+    raise PlanError(f"{source}: timeline holds {shown(entry)}: wanted a resource, a name, and seconds of start and end")

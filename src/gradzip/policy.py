@@ -5,6 +5,7 @@ All ranks must answer alike; a difference is noticed at the first exchange of a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from .codecs import Codec, parse
+from .codecs.base import REGISTRY, similar
 from .errors import Unsupported
 from .option import Option
 
@@ -116,11 +118,18 @@ class Rules:
 
 def as_policy(policy: str | Codec | Option | Policy) -> Policy:
     """A codec or option becomes the rule for everything but vectors and tiny tensors; a Policy stays what it is."""
+    if isinstance(policy, str) and (name := re.split("[:@/]", policy.strip())[0]) not in REGISTRY:
+        meant = similar(name)
+        raise _not_a_policy(policy, f" Did you mean {meant!r}?" if meant else "")
     if isinstance(policy, str | Codec | Option):
         return Rules({"*": policy})
     if isinstance(policy, Policy):
         return policy
-    raise Unsupported(
-        f"{policy!r} is no policy: give a codec's text form such as 'topk:ratio=0.01', a Codec, an Option or an "
-        "object with option(name, shape)"
+    raise _not_a_policy(policy)
+
+
+def _not_a_policy(policy: object, hint: str = "") -> Unsupported:
+    return Unsupported(
+        f"{policy!r} is not a policy.{hint} A policy is a codec such as 'topk:ratio=0.01', a Plan, or an object with "
+        "option(name, shape)"
     )

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from . import saved
 from .codecs import books
 from .codecs.books import Book
 from .collectives import Channel, Exchange, Job, Outcome, Steps, single
-from .errors import PeerError
+from .errors import Corrupt, PeerError, Unsupported
 
 EVERY, DELAY = 50, 2  # steps
 
@@ -70,15 +71,27 @@ class SharedBook:
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | int | float]) -> None:
-        def read(key: str) -> Book | None:
-            lengths = state.get(key)
-            if not isinstance(lengths, torch.Tensor):
-                return None
-            book = books.of_lengths(lengths)
-            books.install(book)
-            return book
-
-        self._book, self._coming = read("book/lengths"), read("book/coming")
-        self._due = int(state.get("book/due", -1))
+        self._book, self._coming, self._due = self.read_state(state)
+        for book in (self._book, self._coming):
+            if book is not None:
+                books.install(book)
         if self._coming is not None:
             self._made.set()
+
+    @staticmethod
+    def read_state(state: Mapping[str, torch.Tensor | int | float]) -> tuple[Book | None, Book | None, int]:
+        """The book, the coming one and when that is due; Unsupported if they are none."""
+
+        def read(key: str) -> Book | None:
+            if key not in state:
+                return None
+            lengths = state[key]
+            if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.uint8 or lengths.shape != (256,):
+                raise saved.refuse(key, lengths, "a uint8 tensor of 256 code lengths")
+            try:
+                return books.of_lengths(lengths.cpu())
+            except Corrupt as error:
+                raise Unsupported(f"the state's {key!r} cannot be used, as {error}: {saved.CURE}") from None
+
+        book, coming = read("book/lengths"), read("book/coming")
+        return book, coming, saved.counter(state, "book/due") if coming is not None else -1

@@ -202,6 +202,7 @@ inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); r
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class T>
 T __ldcg(const T* p) { return *p; }
 template <class T>

@@ -16,6 +16,7 @@ from ..bench.sample import Sample
 from ..codecs import parse
 from ..errors import Unsupported
 from . import net
+from .progress import Progress
 from .samples import append_csv, builtin, count
 from .table import Column, Commands, Row, add_json, command, number, show
 
@@ -81,7 +82,9 @@ def run_gpu(args: argparse.Namespace) -> int:
     sample = Sample.load(args.input, args.values) if args.input else builtin(args.values)
     sizes = tuple(int(size) for size in args.sizes.split(",")) if args.sizes else gpu_bench.SIZES
     names = [name for name in (args.codecs or gpu_bench.DEFAULT_CODECS).split(";") if name.strip()]
-    rows = [dataclasses.asdict(result) for result in gpu_bench.measure(names, sample, sizes)]
+    with Progress() as say:
+        say(f"measuring {', '.join(names)} on the GPU")
+        rows = [dataclasses.asdict(result) for result in gpu_bench.measure(names, sample, sizes)]
     if args.csv:
         append_csv(args.csv, rows)
     title = f"GComp on {rows[0]['device']}; GB/s of raw input, {sample.name} repeated to each size"
@@ -96,13 +99,15 @@ def run(args: argparse.Namespace) -> int:
         sample = Sample.load(args.input, args.values) if args.input else builtin(args.values)
         specs = [spec for spec in (args.codecs or DEFAULT_CODECS).split(";") if spec.strip()]
         results, notes = [], []
-        for spec in specs:
-            try:
-                results.append(codec_bench.measure(parse(spec), sample, args.rounds))
-            except Unsupported as reason:
-                if args.codecs:  # asked for by name: not to be passed over
-                    raise
-                notes.append(f"{spec} left out: {reason}")
+        with Progress() as say:
+            for number, spec in enumerate(specs, 1):
+                say(f"measuring {spec} ({number} of {len(specs)})")
+                try:
+                    results.append(codec_bench.measure(parse(spec), sample, args.rounds))
+                except Unsupported as reason:
+                    if args.codecs:  # asked for by name: not to be passed over
+                        raise
+                    notes.append(f"{spec} left out: {reason}")
     if args.csv:
         append_csv(args.csv, [row(result) for result in results])
     if results:

@@ -7,9 +7,11 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -18,7 +20,8 @@ from .. import demo, emulate, report
 from ..bench.codec import measure
 from ..bench.sample import Sample
 from ..codecs import parse
-from ..demo.settings import SIZE, SNAPSHOT
+from ..demo import launch, verdict
+from ..demo.settings import AUTO, PLAIN, SIZE, SNAPSHOT, WORDS
 from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
 from ..planner.auto import SETTLING, TIMED
@@ -41,7 +44,9 @@ CODECS = (
 
 
 ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
+_CODING = "coding one gradient with each codec"
 _BUSY = 0.2  # of all processor time, taken by other programs
+_NOTABLE = 0.02  # of a step
 _CROWDED = 0.6  # of a step: what is computed and coded then takes longer than on a real cluster
 
 
@@ -51,6 +56,7 @@ def _error(error: float) -> str:
 
 _CODEC_COLUMNS = (
     Column("codec", "codec"),
+    Column("words", "in words", wrap=True),
     Column("ratio", "ratio", number(2, "x"), right=True),
     Column("bits", "bits", number(2), right=True),
     Column("l2_error", "error of\nthe whole", _error, right=True),
@@ -89,20 +95,24 @@ def run(args: argparse.Namespace) -> int:
     settings = demo.Settings(args.seconds, args.steps, args.hosts, args.rate, obstacle is None)
     with tempfile.TemporaryDirectory(prefix="gradzip-demo-") as name:
         folder = Path(name)
-        with _progress(settings) as (tell, ready):
-            result = demo.run(folder, settings, tell, ready)
-        codecs, left_out = _codecs(folder)
+        with _progress(settings) as follow:
+            result = demo.run(folder, settings, follow.step, follow.hosts_are_up)
+            follow.coding()
+            codecs, left_out = _codecs(folder)
     title, notes = _words(settings, result, obstacle)
     shown = [*result.runs, *result.predicted]
-    lead = f"{title[0].upper()}{title[1:]}."
+    first = verdict.predicted(result.runs, result.predicted) if obstacle else [verdict.measured(result.runs, args.rate)]
+    lead = " ".join([*first, f"{title[0].upper()}{title[1:]}."])
     html = report.page(shown, title="gradzip demo", lead=lead, notes=notes, plan=result.plan, stories=result.stories)
     write(args.out, html)
     rows = summary(result.runs)
     if args.json:
         predicted = summary(result.predicted) if result.predicted else []
-        found = {"title": title, "rows": rows, "predicted": predicted, "codecs": codecs, "notes": [*notes, *left_out]}
-        print(json.dumps(found | {"report": str(args.out)}, indent=2))
+        found = {"verdict": first, "title": title, "rows": rows, "predicted": predicted, "codecs": codecs}
+        print(json.dumps(found | {"notes": [*notes, *left_out], "report": str(args.out)}, indent=2))
         return 0
+    for sentence in first:
+        console().print(f"{sentence}\n", markup=False, highlight=False, soft_wrap=True)
     _show(f"gradzip demo: {title}", rows, notes)
     for rate in dict.fromkeys(run.name.partition(", predicted at ")[2] for run in result.predicted):
         own = [run for run in result.predicted if run.name.endswith(f" {rate}")]
@@ -113,8 +123,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(title: str, rows: list[dict[str, str]], notes: list[str]) -> None:
-    columns = [Column(key, key, right=key != "run") for key in rows[0]]
+    columns = [
+        Column(key, key, _fold, wrap=True)
+        if key == "in words"
+        else Column(key, key.replace(" at ", " at\n"), right=key != "run")
+        for key in rows[0]
+    ]
     show(title, columns, rows, notes)
+
+
+def _fold(words: str) -> str:
+    """In lines of a width that fits into logs, too."""
+    return textwrap.fill(words, 44)
 
 
 def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -> tuple[str, list[str]]:
@@ -126,6 +146,7 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
     notes = list(result.notes)
     if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
         notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
+    notes += _noise(result)
     if result.elsewhere > _BUSY:
         notes.append(
             f"other programs took {100 * result.elsewhere:.0f} % of this machine's processor time: steps took longer "
@@ -133,7 +154,10 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
         )
     if stopped := {run.name: run.about["stopped"] for run in result.runs if "stopped" in run.about}:
         words = ", ".join(f"{name} after {count}" for name, count in stopped.items())
-        notes.append(f"this machine became slower, so these ended early, at a higher loss: {words} steps")
+        notes.append(
+            f"this machine became slower, so these runs ended early: {words} steps. "
+            f"Losses of all runs are compared at step {min(len(run.steps) for run in result.runs)}"
+        )
     if obstacle is None:
         if result.rates is not None:
             notes.insert(
@@ -146,6 +170,20 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
         notes.insert(0, obstacle)
     notes.append(f"to measure instead of predicting: gradzip demo --rate {settings.rate}, with root or user namespaces")
     return f"{model}, {steps} steps, {settings.hosts} processes on this machine", notes
+
+
+def _noise(result: demo.Result) -> list[str]:
+    """Where `auto` sent what plain DDP sends, their speeds differ by chance alone."""
+    found = {run.name: run for run in result.runs}
+    if AUTO not in found or PLAIN not in found or not launch.stayed_plain(found[AUTO]):
+        return []
+    auto_s, plain_s = found[AUTO].step_seconds(), found[PLAIN].step_seconds()
+    if not auto_s or not plain_s or abs(auto_s / plain_s - 1) < _NOTABLE:
+        return []
+    return [
+        f"auto sent what plain DDP sends: that its steps took {100 * abs(auto_s / plain_s - 1):.0f} % "
+        f"{'more' if auto_s > plain_s else 'less'} time shows how much this machine's times vary"
+    ]
 
 
 def _crowded(settings: demo.Settings, result: demo.Result) -> list[str]:
@@ -166,24 +204,55 @@ def _codecs(folder: Path) -> tuple[list[Row], list[str]]:
     sample, rows, notes = Sample.load(folder / SNAPSHOT), [], []
     for spec in CODECS:
         try:
-            rows.append(row(measure(parse(spec), sample, rounds=3, patience=0.5)))
+            rows.append({"words": WORDS[spec], **row(measure(parse(spec), sample, rounds=3, patience=0.5))})
         except Unsupported as reason:
             notes.append(f"{spec} left out: {reason}")
     return rows, notes
 
 
+class _Follow(NamedTuple):
+    """What is called as the demo goes on."""
+
+    hosts_are_up: Callable[[Rates | None], None]
+    step: Callable[[demo.Progress], None]
+    coding: Callable[[], None]
+
+
 @contextmanager
-def _progress(
-    settings: demo.Settings,
-) -> Iterator[tuple[Callable[[demo.Progress], None], Callable[[Rates | None], None]]]:
-    """A bar for each run, on a terminal."""
+def _progress(settings: demo.Settings) -> Iterator[_Follow]:
+    """Shows how far the demo is, on stderr: a bar for each run on a terminal, elsewhere a line for each."""
+    with (_bars if sys.stderr.isatty() else _lines)(settings) as follow:
+        yield follow
+
+
+@contextmanager
+def _lines(settings: demo.Settings) -> Iterator[_Follow]:
+    seen: list[str] = []
+
+    def say(text: str) -> None:
+        print(f"gradzip demo: {text}", file=sys.stderr, flush=True)
+
+    def ready(rates: Rates | None) -> None:
+        say("timing plain steps" + ("" if rates is None else f", {format_rate(rates.one_flow)} between hosts"))
+
+    def tell(now: demo.Progress) -> None:
+        if now.run not in seen:
+            seen.append(now.run)
+            say(f"run {len(seen)} of {len(settings.policies)}: {now.run}, {now.steps} steps")
+
+    say(f"starting {settings.hosts} hosts")
+    yield _Follow(ready, tell, lambda: say(_CODING))
+
+
+@contextmanager
+def _bars(settings: demo.Settings) -> Iterator[_Follow]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=16),
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    with Bar(*columns, console=console(stderr=True)) as bar:
         starting = bar.add_task("starting the hosts", total=None, now="")
         tasks: dict[str, int] = {}
 
@@ -196,8 +265,14 @@ def _progress(
             if now.run not in tasks:
                 for ended in bar.tasks:  # also one that was cut short: its clock stops
                     bar.stop_task(ended.id)
-                tasks[now.run] = bar.add_task(now.run, total=now.steps, now="")
+                name = f"{len(tasks) + 1}/{len(settings.policies)} {now.run}"
+                tasks[now.run] = bar.add_task(name, total=now.steps, now="")
             text = f"{now.step}/{now.steps}  {now.step_ms:.0f} ms  loss {now.loss:.2f}"
             bar.update(tasks[now.run], completed=now.step, now=text)  # type: ignore[arg-type]
 
-        yield tell, ready
+        def coding() -> None:
+            for ended in bar.tasks:
+                bar.stop_task(ended.id)
+            bar.add_task(_CODING, total=None, now="")
+
+        yield _Follow(ready, tell, coding)

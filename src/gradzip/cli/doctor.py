@@ -20,6 +20,7 @@ from ..engines.cuda import hot
 from ..errors import EngineError, GradzipError
 from .table import Column, Commands, Row, add_json, command, show
 
+_ORDER = ("broken", "ok", "absent")
 _MARKS = {"ok": "ok", "absent": "–", "broken": "BROKEN"}
 
 _COLUMNS = (
@@ -55,7 +56,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = list(checks())
+    rows = sorted(checks(), key=lambda row: _ORDER.index(row["status"]))  # what to mend comes first
     if cluster.launched():
         return _cluster(rows, args.json)
     show("gradzip doctor", _COLUMNS, rows, as_json=args.json)
@@ -84,16 +85,16 @@ def _peer(own: Row) -> str:
 def checks() -> Iterator[Row]:
     """One row per check; `broken` is what a user has to mend, `absent` is what is merely not there."""
     yield _found("gradzip", __version__)
-    yield _found("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield _found("torch", torch.__version__)
-    yield _found("numpy", np.__version__)
-    yield _threads()
+    for name in sorted(engines.NAMES, key=("native", "cuda", "reference").index):
+        yield _engine(name)
     yield _gpu()
     yield _packing()
-    for name in engines.NAMES:
-        yield _engine(name)
-    yield _override()
     yield _transport()
+    yield _override()
+    yield _threads()
+    yield _found("torch", torch.__version__)
+    yield _found("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield _found("numpy", np.__version__)
     yield _library("zstandard", "baselines", "for comparison")
     yield _library("lz4", "baselines", "for comparison")
 
@@ -168,6 +169,8 @@ def _transport() -> Row:
     word = os.environ.get(transports.TRANSPORT, "").strip().lower()
     if word not in ("", transports.GLOO, transports.NCCL):
         return _found("transport", f"{transports.TRANSPORT}={word!r} is neither gloo nor nccl", "broken")
+    if not torch.cuda.is_available() and word != transports.NCCL:
+        return _found("transport", "gloo, from the host's memory")
     try:
         library = f"NCCL {nccl.version()} can be had instead (transport='nccl')"
         status = "ok"

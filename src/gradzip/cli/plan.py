@@ -19,6 +19,7 @@ from ..planner.choices import Limits
 from ..planner.network import Topology
 from ..planner.profile import Profile
 from ..planner.units import DDP_BUCKET
+from .progress import Progress
 from .table import Column, Commands, Row, add_json, command, number, show
 
 _MOST_ROWS = 40
@@ -95,10 +96,14 @@ def run(args: argparse.Namespace) -> int:
     request = _request(args)
     if args.what_if:
         return _what_if(args, request)
-    if args.bucket_mb == "auto":
-        request = replace(request, bucket_bytes=best_bucket(request)[0] << 20)
-    found = answer(request)
-    limit = break_even(request) if request.limits.offered(request.profile) else None
+    with Progress() as say:
+        if args.bucket_mb == "auto":
+            say("looking for the best bucket size")
+            request = replace(request, bucket_bytes=best_bucket(request)[0] << 20)
+        say("looking for the best plan")
+        found = answer(request)
+        say("looking for the bandwidth below which compression pays")
+        limit = break_even(request) if request.limits.offered(request.profile) else None
     plan = found.to_plan()
     plan.save(args.out)
     if args.perfetto:
@@ -302,7 +307,9 @@ def settings(text: str, topology: Topology) -> list[Topology]:
 
 
 def _what_if(args: argparse.Namespace, request: Request) -> int:
-    points = sweep(request, settings(args.what_if, request.topology))
+    with Progress() as say:
+        say(f"planning for {args.what_if}")
+        points = sweep(request, settings(args.what_if, request.topology))
     rows = [_point_row(point) for point in points]
     if args.csv:
         with args.csv.open("w", newline="") as file:

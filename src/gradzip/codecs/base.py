@@ -9,15 +9,17 @@ the checks and the text form. A codec that needs several rounds of communication
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .. import wire
-from ..engines.layout import Floor
+from .. import saved, wire
+from ..engines.layout import MOST_SHIFT, Floor
 from ..errors import Corrupt, Unsupported, nearest
 
 
@@ -47,6 +49,16 @@ class Context:
     whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
     state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_shift(self.shift)
+
+
+def check_shift(shift: object) -> None:
+    if not isinstance(shift, int) or not 0 <= shift <= MOST_SHIFT:
+        raise Unsupported(
+            f"shift={shift!r}: floors are shifted by a whole number from 0 to {MOST_SHIFT}, towards a coarser grid"
+        )
 
 
 class Reduced(NamedTuple):
@@ -165,6 +177,19 @@ class Codec:
         """For summable codecs: the part of the body that is averaged, as a view of numbers."""
         raise Unsupported(f"frames of {self} cannot be averaged: decode them first")
 
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        """Raises Unsupported if `value`, read from a checkpoint, cannot be that field of Context.state.
+
+        `where` is its key in the checkpoint, for the error; `shape` is that of the tensor it belongs to.
+        """
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            saved.floats(where, value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise saved.refuse(where, value, "a finite number")
+        elif not isinstance(value, torch.Tensor | int | float):
+            raise saved.refuse(where, value, "a tensor or a number")
+
     def reduce(
         self, tensors: list[torch.Tensor], contexts: list[Context], average: Callable[[torch.Tensor], None]
     ) -> list[Reduced]:
@@ -190,7 +215,7 @@ class Codec:
         self, x: torch.Tensor, ctx: Context | None = None, out: torch.Tensor | None = None, check: bool = False
     ) -> torch.Tensor:
         """A self-describing frame as a 1-D uint8 tensor on x's device; a view of `out` where that is given."""
-        flat = x.detach().reshape(-1).contiguous()
+        flat = x.detach().resolve_neg().reshape(-1).contiguous()  # codecs read memory, which a lazy minus is not in
         bound = self.bound(flat.numel(), flat.dtype, check)
         if out is None:
             out = torch.empty(bound, dtype=torch.uint8, device=flat.device)
@@ -222,8 +247,13 @@ class Codec:
             raise Unsupported(
                 f"the frame holds {header.numel} x {header.dtype}; out is {out.numel()} x {out.dtype} on {out.device}"
             )
-        elif not out.is_contiguous():
-            raise Unsupported("out must be contiguous")
+        elif not out.is_contiguous() or out.is_neg():
+            raise Unsupported("out must be contiguous, and not a view that negates lazily (out.is_neg())")
+        elif out.requires_grad and torch.is_grad_enabled():
+            raise Unsupported(
+                "out requires grad, and decode writes into it without telling autograd: pass out=tensor.detach(), or "
+                "decode under torch.no_grad()"
+            )
         self._decode(payload[header.body_offset :], ctx or Context(), out.view(-1), add)
         return out.view(-1)
 
@@ -312,6 +342,18 @@ def register(cls: type[Codec]) -> type[Codec]:
     return cls
 
 
+# What users write for codecs that have another name here.
+ALIASES = dict.fromkeys(("bf16", "bfloat16"), "cast:to=bf16") | dict.fromkeys(
+    ("fp16", "float16", "half"), "cast:to=fp16"
+)
+
+
+def similar(name: str) -> str | None:
+    """The text form of the codec that somebody may have meant."""
+    known = (*REGISTRY, "auto")
+    return ALIASES.get(name.lower()) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
 def parse(text: str | Codec) -> Codec:
     """The codec of a text form such as `topk:ratio=0.01`; a Codec is returned as it is."""
     if isinstance(text, Codec):
@@ -319,11 +361,15 @@ def parse(text: str | Codec) -> Codec:
     name, _, options = text.strip().partition(":")
     cls = REGISTRY.get(name)
     if cls is None:
-        raise Unsupported(f"unknown codec {name!r}{nearest(name, REGISTRY)}; `gradzip codecs` lists them all")
+        meant = similar(name)
+        hint = f", did you mean {meant!r}?" if meant else ""
+        raise Unsupported(f"unknown codec {name!r}{hint}; `gradzip codecs` lists them all")
     known = {f.name: f for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for item in filter(None, options.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals and (meant := _completed(name, key, known)):
+            raise Unsupported(f"cannot read {item!r} in {text!r}. Did you mean {meant!r}?")
         if key not in known:
             names = ", ".join(known) or "none"
             raise Unsupported(f"codec {name!r} has no option {key!r}{nearest(key, known)}; it has: {names}")
@@ -331,6 +377,19 @@ def parse(text: str | Codec) -> Codec:
             raise Unsupported(f"cannot read {item!r} in {text!r}: write each option once, as {key}=value")
         values[key] = _value(value, str(known[key].type), f"{name}:{key}")
     return cls(**values)
+
+
+def _completed(name: str, item: str, known: dict[str, dataclasses.Field[Any]]) -> str | None:
+    """The option that `topk:0.01` or `gcomp:lossless` may have meant: one that has such a value."""
+    if item in known:
+        return f"{name}:{item}=true" if str(known[item].type).startswith("bool") else None
+    for key in known:
+        try:
+            meant = parse(f"{name}:{key}={item}")
+        except Unsupported:
+            continue
+        return str(meant) if str(meant) != name else f"{name}:{key}={item}"
+    return None
 
 
 def _text(value: Any) -> str:

@@ -32,7 +32,8 @@ def make(histogram: torch.Tensor, limit: int = 8) -> Book:
 
 
 def of_lengths(lengths: torch.Tensor) -> Book:
-    """The book of these (256,) code lengths."""
+    """The book of these (256,) code lengths; Corrupt if they are no complete code."""
+    huffman.escape_length(lengths.numpy())
     digest = hashlib.blake2b(lengths.numpy().tobytes(), digest_size=4).digest()
     return Book(max(2, int.from_bytes(digest, "little")), lengths)
 

@@ -15,11 +15,13 @@ sent like that, because nobody else gives them theirs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from .. import saved
 from ..errors import Unsupported
 from . import selection
 from .base import Context, Sparse, register, wide
@@ -66,6 +68,12 @@ class DGC(SparseFrame):
 
     def most(self, numel: int) -> int:
         return kept(self.ratio_at(0), numel)
+
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        if field not in ("own_u", "own_v"):
+            raise Unsupported(f"the state's {where!r} is not a field of dgc, which keeps own_u and own_v: {saved.CURE}")
+        saved.floats(where, value, numel=math.prod(shape))
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
         gradient = wide(x) / ctx.scale

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import engines, wire
+from .. import engines, saved, wire
 from ..engines.layout import (
     BODY_HEAD_BYTES,
     NEAR,
@@ -20,10 +20,10 @@ from ..engines.layout import (
     float_layout,
     segments_of,
 )
-from ..errors import Corrupt, Unsupported, nearest
+from ..errors import Corrupt, Truncated, Unsupported, nearest
 from . import books
-from .base import Context, Lossy, register
-from .own import find_lossless
+from .base import Context, Lossy, check_shift, register
+from .own import LOSSLESS, find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")
@@ -105,6 +105,12 @@ class GComp(Lossy):
     def biased(self) -> bool:
         return (self.mode == "near" and self.ulps > 1) or (self.keep is not None and self.keep < 7)
 
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        if field != LOSSLESS:
+            raise Unsupported(f"the state's {where!r} is not a field of gcomp, which keeps {LOSSLESS}: {saved.CURE}")
+        saved.counter({where: value}, where, most=1)
+
     def _job(self, ctx: Context) -> Job:
         book = books.current(ctx).id if self.book == "shared" else 0
         return Job(
@@ -115,6 +121,7 @@ class GComp(Lossy):
         return body_bound(numel, dtype)
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        check_shift(ctx.shift)
         float_layout(x.dtype)
         job = self._job(ctx)
         floor = None
@@ -126,10 +133,13 @@ class GComp(Lossy):
         return int(engines.pick(x.device).encode(x, job, body, floor, lengths))
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        check_shift(ctx.shift)
         if body.numel() < BODY_HEAD_BYTES:
-            raise Corrupt("the gcomp body is shorter than its head")
+            raise Truncated("the gcomp body ends inside its head")
         head = body[:BODY_HEAD_BYTES].tolist()
         coding, book_id = head[0], int.from_bytes(bytes(head[4:8]), "little")
+        if coding > PAPER or head[1] > 1 or head[2] or head[3] or head[1] != bool(book_id):
+            raise Corrupt("reserved or contradictory bits in the head of the gcomp body")
         if out.dtype not in (torch.float32,) and coding in (NEAR, PAPER):
             raise Corrupt(f"a frame of {out.dtype} in a float32-only mode")
         float_layout(out.dtype)
@@ -146,8 +156,6 @@ class GComp(Lossy):
 
 def checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
     floor = ctx.floor
-    if not 0 <= ctx.shift <= 127:
-        raise Unsupported(f"shift={ctx.shift}: floors are shifted by 0 to 127, towards a coarser grid")
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
     if isinstance(floor, Floor):

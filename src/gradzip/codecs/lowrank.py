@@ -31,6 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from .. import saved
 from ..engines.cuda import factors, hot
 from ..errors import Unsupported
 from .base import Context, InPlace, Kept, Left, Lossy, Reduced, register, wide
@@ -98,6 +99,20 @@ class PowerSGD(Lossy):
             for i, mean, residual in zip(places, batch.mean.unbind(), lost):
                 results[i] = _shaped(mean, residual, tensors[i])
         return [results[i] for i in range(len(tensors))]
+
+    @classmethod
+    def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
+        rows, columns = _matrix(shape)
+        if field == "half":
+            saved.counter({where: value}, where, most=1)
+        elif field in ("p", "q"):
+            size = rows if field == "p" else columns
+            rank = value.shape[1] if isinstance(value, torch.Tensor) and value.dim() == 2 else 1
+            saved.floats(where, value, (size, max(rank, 1)))
+        else:
+            raise Unsupported(
+                f"the state's {where!r} is not a field of powersgd, which keeps p, q and half: {saved.CURE}"
+            )
 
     def in_place(self, tensors: list[torch.Tensor], contexts: list[Context]) -> InPlace | None:
         if self.alternate or self.rank > factors.MOST_RANK or tensors[0].dtype != torch.float32:

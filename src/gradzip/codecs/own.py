@@ -22,18 +22,18 @@ from .base import Context
 EVERY = 64  # steps between two looks; in the beginning, where gradients and rates change fast, at powers of two
 SAMPLE = 1024  # values of a tensor, at equal distances
 EXPONENT = 3  # bits that a coded exponent takes, about: the entropy in gradients is 2.4 to 3.0 (docs/format.md)
-_KEY = "own_lossless"
+LOSSLESS = "own_lossless"  # in the state: 1 or 0
 
 
 def find_lossless(
     xs: Sequence[torch.Tensor], contexts: Sequence[Context], states: Sequence[dict[str, Any]]
 ) -> list[bool]:
     """Whether each of these flat gradients goes lossless. `states` are theirs, from step to step."""
-    looks = [i for i, (ctx, state) in enumerate(zip(contexts, states)) if _KEY not in state or looks_at(ctx.step)]
+    looks = [i for i, (ctx, state) in enumerate(zip(contexts, states)) if LOSSLESS not in state or looks_at(ctx.step)]
     looks = [i for i in looks if xs[i].dtype == torch.float32 and contexts[i].floor is not None]
     for i, found in zip(looks, smaller_lossless([(xs[i], contexts[i].floor) for i in looks])):
-        states[i][_KEY] = int(found)
-    return [bool(state.get(_KEY)) for state in states]
+        states[i][LOSSLESS] = int(found)
+    return [bool(state.get(LOSSLESS)) for state in states]
 
 
 def looks_at(step: int) -> bool:

@@ -289,6 +289,7 @@ class Natural(_Quantized):
         largest = 142 if x.dtype == torch.float16 else 254
         field = torch.where(pattern < 255 << 23, (pattern + noise >> 23).clamp_(max=largest), 255)
         top = field.amax() if x.numel() else field.sum(dtype=torch.int32)
+        top = top.maximum(magnitude.any().int())  # subnormals round to zero or to the smallest normal power, field 1
         lowest = (top - codes + 1).clamp(min=1)
         least = (lowest << 23).view(torch.float32)
         rises = noise.float().mul_(2.0**-23) < magnitude / least

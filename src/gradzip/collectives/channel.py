@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -44,6 +45,7 @@ _lock = threading.Lock()
 _channels: dict[tuple[object, ...], Channel] = {}
 _serials: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # channels made so far, by group
 _open: set[Channel] = set()  # with threads that may run
+_inherited: list[Channel] = []  # the parent's, in a forked child: its threads are not here, its sockets are shared
 _probe: Probe | None = None  # for tests: sees every stage of every job
 _make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nccl.Communicator  # tests have another
 _least = LEAST
@@ -277,6 +279,8 @@ class Channel:
 
     def leave(self) -> None:
         """One user less; the last one closes the door."""
+        if self in _inherited:
+            return
         with _lock:
             self.users -= 1
             last = self.users == 0
@@ -284,6 +288,8 @@ class Channel:
             self.close()
 
     def close(self, patience: float = 2.0) -> None:
+        if self in _inherited:
+            return
         _forget(self)
         self.health.stop(patience)
         ended = self.pipeline.stop(patience)
@@ -339,3 +345,17 @@ def _close_all() -> None:
         if channel.carrier is not None and not channel.carrier.idle:
             channel.carrier.abort()
         channel.close(_AT_EXIT)
+
+
+def _disown() -> None:
+    """A forked child leaves the parent's channels alone: shutting down a socket would end the parent's connection."""
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+    for channel in _open:
+        channel.gloo.disown()
+    _inherited.extend(_open)
+    _open.clear()
+    _channels.clear()
+
+
+os.register_at_fork(after_in_child=_disown)

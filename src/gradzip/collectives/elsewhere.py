@@ -7,6 +7,7 @@ counts what is sent. It also finds out why, where a sum over Gloo fails; NCCL's 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -98,6 +99,15 @@ def _wait_for_the_end() -> None:
             return
         _changed.wait_for(lambda: _under_way <= 0, _AT_EXIT)
     time.sleep(0.1)  # the last one is on its way back from here to torch
+
+
+def _disown() -> None:
+    """In a forked child nothing is under way: the sums, and the threads that wait for them, are the parent's."""
+    global _changed, _under_way
+    _changed, _under_way = threading.Condition(), 0
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _nothing() -> Steps:

@@ -10,6 +10,7 @@ process, and soon those of its peers, end with an error.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -156,6 +157,12 @@ class Gloo:
         self._senders.stop()
         self._groups.clear()
         self._sockets.clear()
+
+    def disown(self) -> None:
+        """For a forked child: these connections are its parent's. They are neither closed here nor destroyed, as Gloo
+        would wait for threads that only the parent has."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._groups))
+        self._groups, self._sockets = {}, {}
 
     def _group(self, name: str) -> Any:
         try:

@@ -3,6 +3,7 @@
     launch      outside: starts the ranks on emulated hosts, follows them, and puts together what they found
     ranks       inside: what every rank runs
     settings    what both must know
+    verdict     what training takes plainly and with gradzip, in a sentence
 
 Where hosts cannot be emulated the ranks train over the loopback; times on a network are then predicted by the planner
 from what was measured, and labelled so.

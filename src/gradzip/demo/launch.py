@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,10 +23,23 @@ from ..planner.timeline import CPU
 from ..report import Run, read
 from ..report.measured import measured
 from ..report.predicted import Story, stories, story_of, usual
-from .settings import DESCRIBED, PLAIN, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, TRACE, Progress, Settings
+from .settings import (
+    DESCRIBED,
+    PLAIN,
+    PLAN,
+    PLANNED_FROM,
+    POLICIES,
+    PROFILE,
+    RUNS,
+    TRACE,
+    WORDS,
+    Progress,
+    Settings,
+)
 
 PREDICTED = ("1gbit", "10gbit")
 _SAID = "gradzip auto: "
+_DECISIONS = ("auto: from step ", "auto: measured ")
 _LAST_WORDS = 15
 
 
@@ -74,9 +88,24 @@ def run(
             + "\n".join(words[-_LAST_WORDS:])
         )
     runs = read([folder / RUNS])
+    for run in runs:
+        if str(run.about["policy"]).startswith("auto"):
+            run.about["words"] = _chosen(said, len(run.steps))
     predicted = [] if settings.limit else predictions(Profile.load(folder / PROFILE), runs, settings)
     plan = Plan.load(folder / PLAN) if (folder / PLAN).exists() else None
-    return Result(runs, predicted, done.rates, said, plan, _stories(folder, plan), elsewhere)
+    notes = [text for text in said if not text.startswith(_DECISIONS)]
+    return Result(runs, predicted, done.rates, notes, plan, _stories(folder, plan), elsewhere)
+
+
+def _chosen(said: list[str], steps: int) -> str:
+    """What `auto` chose and why, in its own words."""
+    decisions = [text.removeprefix("auto: ") for text in said if text.startswith(_DECISIONS)]
+    return f"chose, {'; '.join(decisions)}" if decisions else f"chose nothing yet: {steps} steps are too few for that"
+
+
+def stayed_plain(run: Run) -> bool:
+    """Whether `auto` chose plain averaging, so that it sent what plain DDP sends in every step."""
+    return re.match(r"chose, from step \d+ on: plain averaging", str(run.about.get("words"))) is not None
 
 
 class _Clock:
@@ -132,6 +161,7 @@ def predictions(profile: Profile, runs: list[Run], settings: Settings) -> list[R
                 continue  # it plans for the network that it finds
             where = f", predicted at {format_rate(emulate.parse_rate(rate))}"
             about = {"predicted": True, "baseline": PLAIN + where, "bytes_per_step": run.bytes_per_step()}
+            about |= {"of": run.name, "rate": rate, "words": WORDS[run.name]}
             found.append(Run(run.name + where, {**about, **_predicted(problem, policy)}))
     return found
 

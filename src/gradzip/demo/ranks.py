@@ -26,7 +26,19 @@ from ..hooks import Handle, attach
 from ..planner.measure import WARM, benchmarks
 from ..planner.measure.record import Recorder as StepRecorder
 from ..report import Recorder
-from .settings import DESCRIBED, PLAN, PLANNED_FROM, POLICIES, PROFILE, RUNS, SNAPSHOT, TRACE, Progress, Settings
+from .settings import (
+    DESCRIBED,
+    PLAN,
+    PLANNED_FROM,
+    POLICIES,
+    PROFILE,
+    RUNS,
+    SNAPSHOT,
+    TRACE,
+    WORDS,
+    Progress,
+    Settings,
+)
 
 BUCKET_MB = 25.0  # DDP's own default: every message costs processor time, which hosts share here
 LENGTH = 32  # bytes of text per sequence: as on GPUs, computing takes less time than a slow network
@@ -60,6 +72,7 @@ class Rank:
         handle = None if policy is None else attach(model, optimizer, policy)
         about: dict[str, Any] = {
             "policy": policy or "none",
+            "words": WORDS[name],
             "hosts": self.world,
             "rate": self.settings.rate if self.settings.limit else "loopback, no limit",
             "compute_seconds": compute_s,

@@ -8,17 +8,31 @@ from pathlib import Path
 
 from ..capture import ModelSize
 
-PLAIN = "FP32 (plain DDP)"
-POLICIES: dict[str, str | None] = {
+PLAIN, BF16, AUTO = "plain DDP", "cast:to=bf16", "auto"
+POLICIES: dict[str, str | None] = {  # by the run's name, which is what users write
     PLAIN: None,
-    "BF16 (cast)": "cast:to=bf16",
-    "gcomp (near-lossless)": "gcomp",
+    BF16: BF16,
+    "gcomp": "gcomp",
     "gcomp:keep=7": "gcomp:keep=7",
     "powersgd:rank=4": "powersgd:rank=4",
     "topk:ratio=0.01": "topk:ratio=0.01",
-    "auto (planned)": "auto:save=",
+    AUTO: "auto:save=",
 }
-DESCRIBED = "gcomp (near-lossless)"  # the run whose gradients and timeline the report shows
+WORDS = {
+    PLAIN: "FP32, as torch sends it",
+    BF16: "BF16: half the bytes",
+    "gcomp": "near-lossless: parameters within 1 ulp",
+    "gcomp:keep=7": "BF16's error, two thirds of its bytes",
+    "powersgd:rank=4": "low rank with error feedback",
+    "topk:ratio=0.01": "the largest 1 %, with error feedback",
+    AUTO: "measures, then chooses",
+    "gcomp:mode=lossless": "lossless: every bit is kept",
+    "gcomp:ulps=256": "parameters within 256 ulps",
+    "gcomp:ulps=4096": "parameters within 4096 ulps",
+    "zstd": "lossless, for any data",
+    "lz4": "lossless, for any data",
+}
+DESCRIBED = "gcomp"  # the run whose gradients and timeline the report shows
 SIZE = ModelSize(width=192, blocks=6, batch=1)  # 2.8 M parameters, 11 MB of gradients
 
 RUNS, PROFILE, SNAPSHOT = "run.jsonl", "profile.json", "snapshot.pt"  # files that the ranks leave behind

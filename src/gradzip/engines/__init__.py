@@ -41,9 +41,7 @@ def load(name: str) -> ModuleType:
 def noise(device: torch.device | str) -> ModuleType:
     """The engine of the codec `noise` for tensors on `device`."""
     name = pick(device).NAME
-    if name == "cuda":
-        raise Unsupported("the codec noise has no GPU kernels yet: move the tensor to the CPU first")
-    return importlib.import_module(f".{name}_noise", __name__)
+    return importlib.import_module(".cuda.noise" if name == "cuda" else f".{name}_noise", __name__)
 
 
 def pick(device: torch.device | str) -> ModuleType:

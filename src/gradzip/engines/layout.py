@@ -19,6 +19,8 @@ SAMPLE_ROWS = 16  # every 16th row of a block is sampled for its base and for th
 EXACT = -128  # the floor that means: keep this value as it is
 COARSEST = 103  # floors above are taken as this one: adding 2^(floor + 23) rounds to the grid and stays finite
 
+MOST_SHIFT = 127  # of floors, for sums; more than any number of ranks needs
+
 RAW, DENSE, SPARSE = 0, 1, 2
 
 FIXED, NEAR, PAPER = 0, 1, 2

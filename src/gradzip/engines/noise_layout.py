@@ -212,10 +212,46 @@ class Written(NamedTuple):
     poisoned: bool
 
 
+def name_key(seed: int, name: str, hop: str, index: int) -> int:
+    """What the keys of a tensor have in common in all steps: 64 bits, made once."""
+    text = f"{seed}/{name}/{hop}/{index >> 32}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def key_in_step(of_name: int, step: int) -> int:
+    """The key of a step: a few integer operations, so that a GPU makes the keys of all tensors by itself."""
+    step &= 0xFFFFFFFF
+    k0 = _mix32(of_name & 0xFFFFFFFF ^ _mix32(step))
+    k1 = _mix32((of_name >> 32) + step * 0x9E3779B9 & 0xFFFFFFFF)
+    return k1 << 32 | k0
+
+
+def name_key_of(key: int, step: int) -> int:
+    """What `key_in_step` made a key from, for engines that take keys of names; every step of it can be undone."""
+    step &= 0xFFFFFFFF
+    n0 = _unmix32(key & 0xFFFFFFFF) ^ _mix32(step)
+    n1 = _unmix32(key >> 32) - step * 0x9E3779B9 & 0xFFFFFFFF
+    return n1 << 32 | n0
+
+
 def key_of(seed: int, step: int, name: str, hop: str, index: int) -> int:
     """The key of the draws for the values around `index` of a tensor."""
-    text = f"{seed}/{step}/{name}/{hop}/{index >> 32}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return key_in_step(name_key(seed, name, hop, index), step)
+
+
+def _mix32(x: int) -> int:
+    """wire.mix32 of one number."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def _unmix32(x: int) -> int:
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 1 << 32) & 0xFFFFFFFF
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 1 << 32) & 0xFFFFFFFF
+    return x ^ x >> 16
 
 
 def offset_of(rank: int, world: int) -> int:

@@ -109,22 +109,27 @@ def decode(
     )
     if data[index_at + 2 * index.size : at].any():
         raise Corrupt("the padding behind the block index is not zero")
+    ends = at + np.cumsum(4 * (index & 0x3FFF).astype(np.int64))
+    if (ends > data.size).any():
+        raise Truncated(f"block {int((ends > data.size).argmax())} ends behind the end of the payload")
+    if (last := int(ends[-1]) if ends.size else at) != data.size:
+        raise Corrupt(f"{data.size - last} bytes follow the last block")
     values = np.zeros(out.numel(), _int_type(layout))
     for number, entry in enumerate(index):
         start = number * BLOCK
         stop = min(start + BLOCK, values.size)
         size = 4 * int(entry & 0x3FFF)
-        if at + size > data.size:
-            raise Truncated(f"block {number} ends behind the end of the payload")
         block_floors = None if floors is None else floors[start:stop]
         values[start:stop] = decode_block(
             data[at : at + size], int(entry) >> 14, stop - start, layout, coding, tables[start // SEGMENT], block_floors
         )
         at += size
-    if at != data.size:
-        raise Corrupt(f"{data.size - at} bytes follow the last block")
     decoded = torch.from_numpy(values.view(_signed(layout))).view(out.dtype)
-    out.add_(decoded) if add else out.copy_(decoded)
+    if add:
+        out.add_(decoded)
+        out.masked_fill_(out.isnan(), torch.nan)  # one NaN for all sums
+    else:
+        out.copy_(decoded)
 
 
 def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = None) -> torch.Tensor:
@@ -309,7 +314,7 @@ def _decode_dense(
     data: np.ndarray, n: int, layout: FloatLayout, coding: int, lengths: np.ndarray, floors: np.ndarray | None
 ) -> np.ndarray:
     if data.size < DENSE_HEAD_BYTES:
-        raise Truncated("a dense block ends inside its head")
+        raise Corrupt("a dense block ends inside its head")
     head = int(data[:4].copy().view("<u4")[0])
     whole, rest, pruned, escapes, single = head & 3, head >> 2 & 7, head >> 5 & 1, head >> 6 & 1, head >> 7 & 1
     base, fields, padding = head >> 8 & 255, head >> 16 & 0x3FFF, head >> 30

@@ -2,6 +2,7 @@
 
 entry       attach itself: what it accepts, the environment's word, the hook that DDP calls
 handle      what attach returns: steps, statistics, checkpoints
+checkpoint  states from torch.distributed.checkpoint, and on another number of ranks
 off         the handle under GRADZIP=off
 ways        what each gradient goes through under a policy
 buckets     the gradients in DDP's buckets, by name

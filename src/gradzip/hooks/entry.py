@@ -8,6 +8,7 @@ waits for the futures at the end of backward.
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,11 +38,14 @@ _SHARDED = {
     "FSDPModule": "FSDP2 reduces in 16 bits with MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
     "DeepSpeedEngine": "DeepSpeed has communication_data_type, and compressed optimizers such as 1-bit Adam",
 }
+_COMPOSABLE = "torch.distributed._composable.replicate"  # modules that define the classes which replicate() mixes in
+# Where Lightning Fabric and torch.compile keep the model that they wrap. Fabric first: it also shows what is inside.
+_WRAPPERS = ("_forward_module", "_orig_mod")
 
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     policy: str | Codec | Option | Policy | None = None,
     *,
     scaler: torch.amp.GradScaler | None = None,
@@ -54,6 +58,7 @@ def attach(
 
     The policy is a codec's text form such as "powersgd:rank=2", a Codec, an Option or a Policy. The default is
     "gcomp", which sends the bits that the optimizer can feel; without an optimizer it is "gcomp:mode=lossless".
+    A list of optimizers is one for each part of the model; a parameter's rules come from the one that holds it.
     `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
     first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
     `heartbeat` (30 s), or one message takes longer than `timeout` (30 min). `transport` is what carries large messages
@@ -67,26 +72,26 @@ def attach(
     """
     ddp = _unwrapped(model)
     _check(ddp)
-    if optimizer is not None:
-        optimizer = unwrap(optimizer)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Unsupported(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and has none as .optimizer")
+    optimizers = _optimizers(optimizer)
     if _switched_off():
         return Off()
     policy = _from_environment() or policy
     if policy is None:
-        policy = "gcomp:mode=lossless" if optimizer is None else "gcomp"
+        policy = "gcomp" if optimizers else "gcomp:mode=lossless"
     settings: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
     settings["transport"] = transport
     if isinstance(policy, str) and policy.partition(":")[0] == "auto":
-        return _automatic(ddp, optimizer, policy, settings)
-    return _attached(ddp, optimizer, as_policy(policy), settings)
+        return _automatic(ddp, optimizers, policy, settings)
+    return _attached(ddp, optimizers, as_policy(policy), settings)
 
 
 def _attached(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, policy: Policy, settings: dict[str, Any]
+    model: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    settings: dict[str, Any],
 ) -> Handle:
-    handle = Handle(model, optimizer, policy, **settings)  # complains before anything has changed
+    handle = Handle(model, optimizers, policy, **settings)  # complains before anything has changed
     slot = _slots.get(model)
     if slot is None:
         slot = _slots[model] = _Slot(model.process_group)
@@ -98,17 +103,22 @@ def _attached(
 
 def _automatic(
     model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     policy: str,
     settings: dict[str, Any],
 ) -> Handle:
     from ..planner.auto import Auto, Pilot  # who does not plan need not load the planner
 
     wanted = Auto.parse(policy)
-    if optimizer is None:
+    if not optimizers:
         raise Unsupported("auto counts the optimizer's steps: attach(model, optimizer, 'auto')")
-    handle = _attached(model, optimizer, Fixed("identity"), settings)
-    handle.pilot = Pilot(handle, model, optimizer, wanted)
+    if len(optimizers) > 1:
+        raise Unsupported(
+            f"auto plans with one optimizer, and was given {len(optimizers)}: name a codec instead, such as "
+            "attach(model, optimizers, 'gcomp'); `gradzip profile` and `gradzip plan` help to choose it"
+        )
+    handle = _attached(model, optimizers, Fixed("identity"), settings)
+    handle.pilot = Pilot(handle, model, optimizers[0], wanted)
     return handle
 
 
@@ -116,23 +126,41 @@ def _automatic(
 
 
 def _unwrapped(model: object) -> DistributedDataParallel:
-    """The DDP model inside what torch.compile made of it."""
+    """The DDP model inside the wrapper of torch.compile or Lightning Fabric."""
     while not isinstance(model, DistributedDataParallel):
         kinds = [kind.__name__ for kind in type(model).__mro__]
+        if any(kind.__module__.startswith(_COMPOSABLE) for kind in type(model).__mro__):
+            raise Unsupported(
+                f"attach cannot compress the gradients of {kinds[0]}, a module that replicate() of "
+                "torch.distributed._composable has changed: gradzip works with DistributedDataParallel. "
+                "Write attach(DistributedDataParallel(model), optimizer) instead of replicate(model)"
+            )
         for name, today in _SHARDED.items():
             if name in kinds:
                 raise Unsupported(
                     f"attach works on DistributedDataParallel models, and {kinds[0]} keeps gradients in shards: "
                     f"gradzip cannot reach them yet. What works today: {today}; or DDP, if the model fits on each GPU"
                 )
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
+        inner = next((m for name in _WRAPPERS if isinstance(m := getattr(model, name, None), nn.Module)), None)
+        if inner is None:
             raise Unsupported(
                 f"attach needs a DistributedDataParallel model, not {kinds[0]}: "
                 "wrap it first, as in attach(DistributedDataParallel(model), optimizer)"
             )
         model = inner
     return model
+
+
+def _optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers inside what Accelerate, Lightning and others wrap around them."""
+    several = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    if given is not None and not several:
+        raise Unsupported("attach was given an empty list of optimizers: give the model's, or leave the argument out")
+    found = [unwrap(each) for each in several]
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise Unsupported(f"{type(each).__name__} is no torch.optim.Optimizer, and has none as .optimizer")
+    return found
 
 
 def _check(model: DistributedDataParallel) -> None:

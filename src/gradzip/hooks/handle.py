@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import collectives
+from .. import collectives, saved
+from ..accordion import Accordion
 from ..backward import Backward, is_alone, shares_book
 from ..codecs import Codec
 from ..collectives import transports
@@ -37,12 +38,12 @@ from ..sensitivity.survey import fetch
 from . import report
 from .ahead import Ahead
 from .buckets import Buckets
-from .checkpoint import read_checkpoint
+from .checkpoint import read_checkpoint, read_codecs, resume
 from .metrics import Metrics, Writer
 from .noise import NoiseShare
 from .premises import Premises
 from .progress import Progress
-from .ways import Ways, parameter_names
+from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
@@ -63,7 +64,7 @@ class Handle:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         policy: Policy,
         scaler: torch.amp.GradScaler | None,
         mesh: DeviceMesh | None = None,
@@ -76,7 +77,7 @@ class Handle:
         self._names = parameter_names(model)
         self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
-        self._optimizer, self._scaler, self._policy = optimizer, scaler, policy
+        self._optimizers, self._scaler, self._policy = optimizers, scaler, policy
         self._learns = isinstance(policy, Adaptive)
         group = model.process_group
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -86,7 +87,7 @@ class Handle:
             else collectives.Topology.of_mesh(rank, ranks, mesh)
         )
         self._group = group
-        self._ways = Ways(self._names, self._device, optimizer, topology)
+        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
@@ -97,7 +98,7 @@ class Handle:
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
-        self._shapes, self._shapes_version = SecondMoments(optimizer, self._names), object()
+        self._shapes, self._shapes_version = SecondMoments(optimizers, self._names), object()
         self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({})
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
@@ -110,13 +111,15 @@ class Handle:
         self._lock = threading.Lock()
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
-        self._premises = None if optimizer is None else Premises(optimizer, self._warn)
+        self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         scheme = _Scheme(ways)
         self._channel.compare(f"{len(self._names)} tensors, {scheme.words}", wait=scheme.whole)
         if self._channel.rank == 0:
             shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
             report.say(report.at_attach(ways, shapes, self._channel.world))
+            if unheld := self._ways.unheld():
+                report.say(report.in_no_optimizer(unheld))
 
     # -- for the user -------------------------------------------------------------------------------------------
 
@@ -219,8 +222,7 @@ class Handle:
             return
         self.on_detach()
         self.on_detach = None
-        if self._premises is not None:
-            self._premises.remove()
+        self._premises.remove()
         if self._ahead is not None:
             self._ahead.remove()
         self._drain()
@@ -259,24 +261,36 @@ class Handle:
         With another number of ranks each keeps what was saved under its number; the rest of the residuals is lost.
         """
         self._drain()
-        if state.get("version") != STATE_VERSION:
-            raise Unsupported(f"this state has version {state.get('version')}; this gradzip reads {STATE_VERSION}")
+        if (version := saved.counter(state, "version")) != STATE_VERSION:
+            raise Unsupported(f"this state has version {version}; this gradzip reads {STATE_VERSION}")
+        steps, world = saved.counter(state, "steps"), saved.counter(state, "world_size", least=1)
+        shapes = {name: p.shape for p, name in self._names.items()}
+        self._memory.check_state_dict(state, shapes)
+        self._books.read_state(state)
+        if self.pilot is not None:
+            self.pilot.read_state(state)
+        self._load_policy(state, shapes)
         if self.pilot is not None:
             self.pilot.load_state_dict(state)
-        self._load_policy(state)
-        shapes = {name: p.shape for p, name in self._names.items()}
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
-        self._steps, self._agreed = int(state["steps"]), None
-        if state["world_size"] != self._channel.world:
+        self._steps, self._agreed = steps, None
+        if world != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
             warnings.warn(
-                f"the state was saved by {state['world_size']} ranks and is loaded by {self._channel.world}: "
+                f"the state was saved by {world} ranks and is loaded by {self._channel.world}: "
                 "what error feedback held on ranks that are gone is lost, and new ranks start with nothing",
                 GradzipWarning,
                 stacklevel=2,
             )
+
+    def resume(self, state: Mapping[str, Value] | None) -> None:
+        """Loads what each rank saved. Call it on all ranks, with None on a rank for which nothing was saved.
+
+        Such a rank starts with empty residuals at the step of the others, and a log line says so.
+        """
+        resume(self, state, self._group)
 
     def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
         """Goes on from a checkpoint of torch.distributed.checkpoint, in which state_dict was saved under `prefix`.
@@ -285,7 +299,7 @@ class Handle:
         """
         self.load_state_dict(read_checkpoint(path, prefix, self._channel.rank))
 
-    def _load_policy(self, state: Mapping[str, Value]) -> None:
+    def _load_policy(self, state: Mapping[str, Value], shapes: Mapping[str, torch.Size]) -> None:
         """What the policy had learnt; and it must give each parameter the codec that the state is of."""
         learnt = {key.removeprefix(_POLICY): value for key, value in state.items() if key.startswith(_POLICY)}
         before = None
@@ -295,18 +309,19 @@ class Handle:
             if not learnt:
                 raise Unsupported(f"the state holds nothing that {self._policy!r} has learnt: it is of another policy")
             before = self._policy.state_dict()
-            self._policy.load_state_dict(learnt)
+            known = {"shapes": shapes} if isinstance(self._policy, Accordion) else {}
+            self._policy.load_state_dict(learnt, **known)
         if self.pilot is not None:
             return  # it may be measuring again what it had planned
-        saved = json.loads(bytes(torch.as_tensor(state[_CODECS]).tolist()))
+        had = read_codecs(_CODECS, state.get(_CODECS))
         ways = self._ways.of(self._policy, 1.0)
-        if saved.keys() != ways.keys():
-            name = sorted(saved.keys() ^ ways.keys())[0]
-            problem = f"another model: {name!r} is a parameter of {'that' if name in saved else 'this'} one alone"
-        elif differing := [name for name, way in ways.items() if way.codec.name != saved[name]]:
+        if had.keys() != ways.keys():
+            name = sorted(had.keys() ^ ways.keys())[0]
+            problem = f"another model: {name!r} is a parameter of {'that' if name in had else 'this'} one alone"
+        elif differing := [name for name, way in ways.items() if way.codec.name != had[name]]:
             name = differing[0]
             problem = (
-                f"another codec: {name!r} had {saved[name]} and has {ways[name].codec.name} now. "
+                f"another codec: {name!r} had {had[name]} and has {ways[name].codec.name} now. "
                 "Attach with the policy that it was saved under, load it, then call set_policy"
             )
         else:
@@ -350,7 +365,7 @@ class Handle:
         plain = self._scheme.plain and not self._memory.residuals
         check = os.environ.get(CHECK, "") not in ("", "0")
         learns = self._learns
-        rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
+        rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         if self._scheme.whole and self._shapes.renew():
             self._shapes_version = object()
         begun = Backward(
@@ -378,8 +393,7 @@ class Handle:
         begun.compare(joined, self._warn)
         if self._scheme.whole:
             begun.compare_shapes(joined, self._warn)
-        if self._premises is not None:
-            self._premises.begin(active=self._scheme.graded and not begun.alone)
+        self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
     def _scale_held(self) -> torch.Tensor | None:
@@ -391,10 +405,9 @@ class Handle:
         """What backward will have to know of the device."""
         held = self._scale_held()
         numbers = [] if held is None else [held]
-        if self._scheme.graded and self._optimizer is not None:
-            numbers += [
-                state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), torch.Tensor)
-            ]
+        for optimizer in self._optimizers if self._scheme.graded else ():
+            steps = [state.get("step") for state in optimizer.state.values()]
+            numbers += [step for step in steps if isinstance(step, torch.Tensor)]
         return numbers
 
     def _has_joined(self) -> bool:
@@ -419,11 +432,16 @@ class Handle:
             if bucket.index() == 0 or self._backward is None:
                 self._backward = self._begin()
             buffer, last = bucket.buffer(), bucket.is_last()
-            future = self._backward.take_whole(buffer, last)
+            sparse = buffer.layout != torch.strided
+            future = (
+                self._backward.take_sparse(buffer, self._group, last)
+                if sparse
+                else self._backward.take_whole(buffer, last)
+            )
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
             if last:
-                self._before = None if self._backward.plain else self._backward.over
+                self._before = None if self._backward.plain and not sparse else self._backward.over
                 self._backward = None
         except Exception as error:
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
@@ -449,7 +467,7 @@ class Handle:
             self._steps_here += 1
             self._compare(ended)
             self._agreed = self._scheme if ended.plain else None
-            if self._premises is not None and self._premises.samples:
+            if self._premises.samples:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
                 self._premises.sample(parameters, graded, ended.scale)

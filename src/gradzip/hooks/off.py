@@ -1,4 +1,4 @@
-"""The handle that attach returns under GRADZIP=off: the same calls, and DDP left as it is."""
+"""A Handle that does nothing, returned when GRADZIP=off."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Off(Handle):
         """The same keys, and nothing to count."""
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
         seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
-        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "transport": ""}
-        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0} | empty
+        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "noise": {}}
+        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "transport": "", "runner": ""} | empty
 
     def log(self, writer: Writer, every: int = 100) -> None:
         """Nothing is exchanged, and nothing is written."""
@@ -45,6 +45,9 @@ class Off(Handle):
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
         self._passed_on = dict(state)
+
+    def resume(self, state: Mapping[str, Value] | None) -> None:
+        self._passed_on = dict(state or {})
 
     def load_checkpoint(self, path: str | Path, prefix: str = "") -> None:
         pass

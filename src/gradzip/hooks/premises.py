@@ -20,7 +20,37 @@ Settings = list[dict[str, Any]]
 
 
 class Premises:
-    """Compares what backward saw with what the step finds; says so once where they differ."""
+    """Watches the steps of all optimizers of a model."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], warn: Callable[[str], None]) -> None:
+        self._watched = [_Watched(optimizer, warn) for optimizer in optimizers]
+
+    def remove(self) -> None:
+        for each in self._watched:
+            each.remove()
+
+    def begin(self, active: bool) -> None:
+        """A backward begins; `active`: grids are used in it."""
+        for each in self._watched:
+            each.begin(active)
+
+    @property
+    def samples(self) -> bool:
+        """Whether gradients are looked at in this step."""
+        return any(each.samples for each in self._watched)
+
+    def sample(
+        self, names: Mapping[str, torch.Tensor], results: Iterable[tuple[str, torch.Tensor]], scale: float
+    ) -> None:
+        """Keeps a few values of the averaged gradients, for each optimizer of those that it will use."""
+        found = [(names[name], mean) for name, mean in results if mean.is_contiguous()]
+        for each in self._watched:
+            if each.samples:
+                each.sample(found, scale)
+
+
+class _Watched:
+    """Compares what backward saw with what one optimizer's step finds; says so once where they differ."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
         self._optimizer, self._warn = optimizer, warn
@@ -33,20 +63,16 @@ class Premises:
         self._hook.remove()
 
     def begin(self, active: bool) -> None:
-        """A backward begins; `active`: grids are used in it."""
         self._seen = settings(self._optimizer) if active else None
         self._sampled = []
 
     @property
     def samples(self) -> bool:
-        """Whether gradients are looked at in this step."""
         return self._seen is not None and self._steps % _EVERY == 0
 
-    def sample(
-        self, names: Mapping[str, torch.Tensor], results: Iterable[tuple[str, torch.Tensor]], scale: float
-    ) -> None:
-        """Keeps a few values of the averaged gradients."""
-        chosen = [(names[name], mean) for name, mean in results if mean.is_contiguous()][:_TENSORS]
+    def sample(self, results: Iterable[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
+        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        chosen = [(p, mean) for p, mean in results if p in own][:_TENSORS]
         self._sampled = [(p, mean.view(-1)[:_VALUES].abs() / scale) for p, mean in chosen]
 
     def _before_step(self) -> None:

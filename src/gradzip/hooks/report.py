@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,14 @@ def at_attach(ways: Mapping[str, Way], shapes: Mapping[str, tuple[torch.Size, to
     return (
         f"{len(ways)} tensors, {in_words(total)} of gradients in each step of {world} ranks: {'; '.join(lines)}. "
         f"Error feedback will hold {in_words(kept)}"
+    )
+
+
+def in_no_optimizer(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"no optimizer that attach was given holds {shown}: these gradients are sent lossless. "
+        "With several optimizers, attach(model, [first, second])"
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import sensitivity
@@ -55,6 +56,12 @@ def parameter_names(model: DistributedDataParallel) -> dict[torch.Tensor, str]:
     return names
 
 
+def sparse_parameters(model: DistributedDataParallel) -> set[torch.Tensor]:
+    """Those that get sparse gradients, by the layers that DDP knows of."""
+    layers = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {layer.weight for layer in layers if layer.sparse}
+
+
 class Ways:
     """Finds the ways of a model's gradients. What is the same as in the step before is the same object."""
 
@@ -62,11 +69,14 @@ class Ways:
         self,
         names: dict[torch.Tensor, str],
         device: torch.device,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         topology: Topology,
+        sparse: Set[torch.Tensor] = frozenset(),
     ) -> None:
-        self._names, self._device, self._optimizer, self._topology = names, device, optimizer, topology
-        self._grids = None if optimizer is None else sensitivity.Grids(optimizer)
+        """`sparse`: parameters whose gradients torch averages itself."""
+        self._sparse = sparse
+        self._names, self._device, self._optimizers, self._topology = names, device, optimizers, topology
+        self._grids = [sensitivity.Grids(optimizer) for optimizer in optimizers]
         self._policy: Policy | None = None  # that the last answers are of
         self._options: list[Option] = []
         self._trained: list[bool] = []
@@ -90,7 +100,7 @@ class Ways:
         Without `floors` those of the last time are left where they are: where nothing is sent, nobody asks for them.
         """
         # DDP hands out a parameter that was frozen later as well, without a gradient.
-        trained = [parameter.requires_grad for parameter in self._names]
+        trained = [parameter.requires_grad and parameter not in self._sparse for parameter in self._names]
         if policy is not self._policy or type(policy) not in _CONSTANT or trained != self._trained:
             asked = zip(self._names.items(), trained)
             options = [policy.option(name, p.shape) if is_trained else PLAIN for (p, name), is_trained in asked]
@@ -154,21 +164,39 @@ class Ways:
 
     def _floors(self, codec: GComp, scale: float, wanted: Mapping[torch.Tensor, _Graded], read: Read) -> _Floors:
         """Where each parameter's gradient may be cut, for the step about to be taken."""
-        if self._optimizer is None or self._grids is None:
+        if not self._optimizers:
             raise Unsupported(
                 f"{codec} asks the optimizer which bits matter: attach(model, optimizer), or take gcomp:mode=lossless"
             )
-        floors: _Floors = (
-            self._grids.rules(codec.ulps, scale, wanted.keys(), read)
+        found: list[_Floors] = (
+            [grids.rules(codec.ulps, scale, wanted.keys(), read) for grids in self._grids]
             if codec.mode == "near"
-            else {p: flatten(r, p) for p, r in sensitivity.reaches(self._optimizer, scale).items() if p in wanted}
+            else [
+                {p: flatten(r, p) for p, r in sensitivity.reaches(optimizer, scale).items() if p in wanted}
+                for optimizer in self._optimizers
+            ]
         )
-        if not floors and not any(p in self._names for group in self._optimizer.param_groups for p in group["params"]):
+        if not any(found) and not any(p in self._names for p in self._held()):
+            kinds = " and ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             raise Unsupported(
-                f"{codec} asks the optimizer which bits matter, and this {type(self._optimizer).__name__} has none of "
-                "the model's parameters: make it of this model's parameters()"
+                f"{codec} asks the optimizer which bits matter, and this {kinds} has none of the model's parameters: "
+                "make it of this model's parameters()"
             )
-        return floors
+        if len(found) == 1:
+            return found[0]
+        # Two optimizers that step one parameter move it further than either says: it stays lossless.
+        counts = Counter(p for floors in found for p in floors)
+        return {p: floor if counts[p] == 1 else None for floors in found for p, floor in floors.items()}
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def unheld(self) -> list[str]:
+        """Parameters that no optimizer holds, so that a codec which asks the optimizer sends them lossless."""
+        held = set(self._held())
+        return [part.name for graded in self._chosen.graded.values() for p, part in graded.items() if p not in held]
 
 
 def _parts(policy: Policy) -> list[Rules]:

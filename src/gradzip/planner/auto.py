@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import PlanError, nearest
+from .. import saved
+from ..errors import PlanError, Unsupported, nearest
 from ..plan import Plan
 from ..policy import Fixed
 from .answer import LEAST_GAIN, Request, answer
@@ -61,6 +62,9 @@ class Auto:
                 if key in values:
                     raise PlanError(f"{text!r} says {key} twice")
                 values[key] = []
+            elif word in ("lossy", "codecs", "save"):
+                example = {"lossy": "true", "codecs": "gcomp,powersgd", "save": "plan.json"}[word]
+                raise PlanError(f"cannot read {item!r} in {text!r}. Did you mean 'auto:{word}={example}'?")
             elif key != "codecs":
                 raise PlanError(f"auto has no option {word!r}{nearest(word, ('lossy', 'codecs', 'save'))}")
             values[key].append(item)
@@ -118,11 +122,24 @@ class Pilot:
         kept = {"plan": self.plan.to_json(), "reverted": self.reverted}
         return {_STATE_KEY: torch.tensor(list(json.dumps(kept).encode()), dtype=torch.uint8)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    @staticmethod
+    def read_state(state: Mapping[str, Any]) -> tuple[Plan, bool] | None:
+        """The plan that a state holds and whether the run went back to plain averaging; None: it holds no plan."""
         if _STATE_KEY not in state:
+            return None
+        try:
+            kept = json.loads(saved.text(_STATE_KEY, state[_STATE_KEY]))
+        except ValueError as error:
+            raise Unsupported(f"the state's {_STATE_KEY!r} is not JSON ({error}): {saved.CURE}") from None
+        if not isinstance(kept, dict) or not isinstance(kept.get("reverted"), bool):
+            raise saved.refuse(_STATE_KEY, kept, "a plan, and whether it was given up")
+        return Plan.from_json(kept.get("plan"), f"the plan in the state's {_STATE_KEY!r}"), kept["reverted"]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found = self.read_state(state)
+        if found is None:
             return
-        kept = json.loads(bytes(state[_STATE_KEY].tolist()))
-        self.plan, self.reverted = Plan.from_json(kept["plan"]), bool(kept["reverted"])
+        self.plan, self.reverted = found
         self.handle.set_policy(Fixed("identity") if self.reverted else self.plan)
         self.end()
         self._say("goes on with the plan of the run that is resumed")

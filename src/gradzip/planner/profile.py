@@ -15,8 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .. import jsonfile
 from ..codecs import Codec, parse
 from ..errors import CodecError, PlanError, nearest
+from ..jsonfile import is_count, is_number, shown
 
 SCHEMA = "gradzip-profile"
 VERSION = 2
@@ -178,13 +180,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise PlanError(f"cannot read the profile {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise PlanError(f"{path} is no JSON: {error}") from error
-        return cls.from_json(data, str(path))
+        return cls.from_json(jsonfile.load(path, "profile", PlanError), str(path))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(_text(self.to_json()) + "\n")
@@ -244,7 +240,8 @@ class Profile:
         found = (top.data.get("schema"), top.data.get("version"))
         if found != (SCHEMA, VERSION):
             raise PlanError(
-                f"{source} is no profile that this version reads: it says schema {found[0]!r}, version {found[1]!r}; "
+                f"{source} is no profile that this version reads: it says schema {shown(found[0])}, version "
+                f"{shown(found[1])}; "
                 f"wanted {SCHEMA!r}, {VERSION}. Make a new one with `gradzip profile`"
             )
         tensors = tuple(_tensor(r) for r in top.items("tensors"))
@@ -304,7 +301,7 @@ def _curve_json(curve: Curve) -> dict[str, Any]:
 
 def _tensor(r: _Reader) -> Tensor:
     shape = r.get("shape", list)
-    if not all(isinstance(n, int) and n > 0 for n in shape):
+    if not all(is_count(n, 1) for n in shape) or not is_count(math.prod(shape)):
         raise r.wrong("shape", "sizes are whole numbers from 1 on")
     return Tensor(r.text("name"), tuple(shape), r.number("ready_s"), r.choice("dtype", tuple(ITEM_BYTES)))
 
@@ -332,8 +329,8 @@ def _ratios(r: _Reader, key: str, names: set[str]) -> Mapping[str, float]:
     for name, ratio in ratios.items():
         if name not in names:
             raise PlanError(f"{r.where}.{key} names {name!r}, which is not among the tensors{nearest(name, names)}")
-        if not isinstance(ratio, int | float) or not ratio > 0:
-            raise PlanError(f"{r.where}.{key}[{name!r}] is {ratio!r}: a ratio is above 0")
+        if not is_number(ratio) or not ratio > 0:
+            raise PlanError(f"{r.where}.{key}[{name!r}] is {shown(ratio)}: a ratio is a finite number above 0")
     return ratios
 
 
@@ -346,7 +343,7 @@ class _Reader:
         self.data, self.where = data, where
 
     def wrong(self, key: str, cure: str) -> PlanError:
-        return PlanError(f"{self.where}: {key} is {self.data[key]!r}: {cure}")
+        return PlanError(f"{self.where}: {key} is {shown(self.data[key])}: {cure}")
 
     def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
         if key not in self.data:
@@ -358,9 +355,10 @@ class _Reader:
         return value
 
     def number(self, key: str, least: float = 0.0) -> float:
-        value = float(self.get(key, (int, float)))
-        if not math.isfinite(value):
-            raise self.wrong(key, "it must be finite")
+        value = self.get(key, (int, float))
+        if not is_number(value):
+            raise self.wrong(key, f"it must be finite and at most {jsonfile.LARGEST:g}")
+        value = float(value)
         if value < 0:
             raise self.wrong(key, "it cannot be negative")
         if value < least:
@@ -378,8 +376,8 @@ class _Reader:
 
     def count(self, key: str, least: int = 1) -> int:
         value: int = self.get(key, int)
-        if value < least:
-            raise self.wrong(key, f"wanted at least {least}")
+        if not is_count(value, least):
+            raise self.wrong(key, f"wanted a whole number of at least {least}")
         return value
 
     def text(self, key: str) -> str:

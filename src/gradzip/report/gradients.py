@@ -6,6 +6,7 @@ many values are so small against their parameter that 6, 12 or 18 bits of their 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
@@ -18,7 +19,9 @@ from .. import sensitivity
 from ..codecs import Codec, Context, parse
 from ..codecs.gcomp import GComp
 from ..engines.reference_values import paper_levels
+from ..errors import ReportError
 from ..feedback import clean_name
+from ..jsonfile import is_count, is_number, shown
 
 LEVELS = (0, 6, 12, 18)  # bits of the mantissa that paper mode cuts
 
@@ -53,6 +56,38 @@ def describe(model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ())
             entry["ratios"][str(codec)] = gradient.numel() * gradient.element_size() / max(1, payload.numel())
         found.append(entry)
     return found
+
+
+def check_layers(layers: Any, where: str) -> list[dict[str, Any]]:
+    """What `describe` returned, as read from a file; ReportError if it is something else."""
+    if not isinstance(layers, list):
+        raise ReportError(f"{where}: layers is {shown(layers)}: wanted a list")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, dict):
+            raise ReportError(f"{where}: layers[{i}] is {shown(layer)}: wanted an object")
+        exponents, ratios, levels = (layer.get(key, {}) for key in ("exponents", "ratios", "levels"))
+        checks = {
+            "name": (isinstance(layer.get("name"), str), "a text"),
+            "numel": (is_count(layer.get("numel")), "a whole number of 0 or more"),
+            "zeros": (is_number(zeros := layer.get("zeros")) and 0 <= zeros <= 1, "a share from 0 to 1"),
+            "exponents": (_are_exponents(exponents), "counts by exponents from -200 to 200"),
+            "ratios": (isinstance(ratios, dict) and all(map(is_number, ratios.values())), "ratios by codec"),
+            "levels": (not levels or _are_levels(levels), f"{len(LEVELS)} counts"),
+        }
+        for key, (is_right, what) in checks.items():
+            if not is_right:
+                raise ReportError(f"{where}: layers[{i}].{key} is {shown(layer.get(key))}: wanted {what}")
+    return layers
+
+
+def _are_exponents(found: Any) -> bool:
+    if not isinstance(found, dict) or not all(map(is_count, found.values())):
+        return False
+    return all(re.fullmatch(r"-?\d{1,3}", e) and abs(int(e)) <= 200 for e in found)
+
+
+def _are_levels(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == len(LEVELS) and all(map(is_count, found))
 
 
 def _near(codec: Codec) -> TypeGuard[GComp]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import jsonfile
 from ..errors import ReportError
+from ..jsonfile import is_number, shown
 from ..planner.perfetto import Span
 from .predicted import Story
 
@@ -20,7 +21,7 @@ _MICROSECOND = 1e-6
 class _Range(NamedTuple):
     kind: str
     what: str
-    thread: int
+    thread: int | str | None
     start: float
     end: float
 
@@ -61,17 +62,34 @@ def measured(path: Path) -> Story:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(path.read_text())["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReportError(f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error!r}") from error
-    return [event for event in found if event.get("ph") == "X" and "ts" in event and "dur" in event]
+    data = jsonfile.load(path, "trace", ReportError)
+    found = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(found, list):
+        raise ReportError(f"{path} holds no list traceEvents: export it with torch.profiler's export_chrome_trace")
+    return [_checked(event, f"{path}: traceEvents[{i}]") for i, event in enumerate(found) if _is_range(event)]
+
+
+def _is_range(event: Any) -> bool:
+    return isinstance(event, dict) and event.get("ph") == "X" and "ts" in event and "dur" in event
+
+
+def _checked(event: dict[str, Any], where: str) -> dict[str, Any]:
+    wanted = {
+        "name": (isinstance(event.get("name"), str), "a text"),
+        "tid": (isinstance(event.get("tid"), int | str | None), "a number or a text"),
+        "ts": (is_number(event["ts"]), "a number of microseconds"),
+        "dur": (is_number(event["dur"]), "a number of microseconds"),
+    }
+    for key, (is_right, what) in wanted.items():
+        if not is_right:
+            raise ReportError(f"{where}.{key} is {shown(event.get(key))}: wanted {what}")
+    return event
 
 
 def _range(kind: str, event: dict[str, Any]) -> _Range:
     start = float(event["ts"]) * _MICROSECOND
     what = event["name"].removeprefix("gradzip: ")
-    return _Range(kind, what, event["tid"], start, start + float(event["dur"]) * _MICROSECOND)
+    return _Range(kind, what, event.get("tid"), start, start + float(event["dur"]) * _MICROSECOND)
 
 
 def _since(begin: float, one: _Range) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from ..plan import Plan
 from . import svg
 from .gradients import LEVELS
 from .predicted import Story
-from .record import Run
+from .record import Run, last_common_step
 
 _PARTS = {
     "compute": "computing",
@@ -84,19 +84,23 @@ def page(
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """The table that opens the report; the demo prints the same one."""
+    """The table that opens the report; the demo prints the same one. Losses are those at the same step of all runs."""
     steps = {run.name: run.step_seconds() for run in runs}
+    until = last_common_step(runs)
+    loss_name = "loss" if until is None else f"loss at step {until:.0f}"
     rows = []
     for run in runs:
-        step, sent, loss = run.step_seconds(), run.bytes_per_step(), run.final_loss()
+        step, sent = run.step_seconds(), run.bytes_per_step()
+        loss = None if until is None else run.final_loss(until=until)
         first = steps.get(run.about.get("baseline", runs[0].name))
         same = run.about.get("identical")
         row = {
             "run": run.name,
+            "in words": str(run.about.get("words", "–")),
             "step ms": _number(step, 1e3, 1),
             "speed": "–" if not step or not first else f"{first / step:.2f}x",
             "MB/step": _number(sent, 1e-6, 2),
-            "loss": _number(loss, 1, 3),
+            loss_name: _number(loss, 1, 3),
             "replicas": "–" if same is None else "identical" if same else "DIFFER",
         }
         rows.append(row)
@@ -190,7 +194,9 @@ def _layer_ratios(run: Run) -> str:
     rows = []
     for layer in (layer for layer in layers if layer in largest):
         row = {"layer": layer["name"], "values": f"{layer['numel']:,}", "zeros": f"{100 * layer['zeros']:.1f} %"}
-        row |= {codec: f"{layer['ratios'][codec]:.2f}x" for codec in codecs}
+        row |= {
+            codec: f"{layer['ratios'][codec]:.2f}x" if codec in layer.get("ratios", {}) else "–" for codec in codecs
+        }
         rows.append(row)
     left = len(layers) - len(rows)
     note = f" The {left} smallest layers are left out." if left else ""
@@ -203,7 +209,7 @@ def _exponents(run: Run) -> str:
     for step, layers in [run.layers[0], run.layers[-1]][: len(run.layers)]:
         total: Counter[int] = Counter()
         for layer in layers:
-            total.update({int(e): n for e, n in layer["exponents"].items()})
+            total.update({int(e): n for e, n in layer.get("exponents", {}).items()})
         chart = svg.columns(f"Exponents at step {step}", dict(sorted(total.items())), "exponent: the value is near 2^x")
         figures.append(_figure(f"step {step}", chart))
     return f'<div class="charts">{"".join(figures)}</div>'
@@ -214,7 +220,7 @@ def _levels(run: Run) -> str:
     for step, layers in run.layers:
         values = sum(layer["numel"] for layer in layers) or 1
         zeros = sum(layer["zeros"] * layer["numel"] for layer in layers)
-        levels = [sum(layer.get("levels", [0] * 4)[i] for layer in layers) for i in range(len(LEVELS))]
+        levels = [sum((layer.get("levels") or [0] * 4)[i] for layer in layers) for i in range(len(LEVELS))]
         name = f"step {step}"
         rows[name] = {"zero": 100 * zeros / values}
         rows[name] |= {f"{bits} bits cut": 100 * n / values for bits, n in zip(LEVELS, levels)}
@@ -270,7 +276,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _TEXT_CELL = ' class="text"'
-_TEXTS = ("about", "which")
+_TEXTS = ("about", "which", "in words")
 
 
 def _breakable(text: str) -> str:

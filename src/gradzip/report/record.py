@@ -18,14 +18,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import jsonfile
 from ..errors import ReportError
-from .gradients import describe
+from ..jsonfile import is_count, is_number, shown
+from .gradients import check_layers, describe
 
 SCHEMA = "gradzip-run"
 VERSION = 1
@@ -57,7 +59,7 @@ class Recorder:
         if self._quiet:
             return
         known: dict[str, Any] = {} if self._handle is None else self._handle.stats()
-        numbers = {k: v for k, v in known.items() if _number(v) and k != "steps"}  # stats() also has tables
+        numbers = {k: v for k, v in known.items() if is_number(v) and k != "steps"}  # stats() also has tables
         now = {"step": self._step, "seconds": time.perf_counter() - self._start}
         self._write({"run": self._run, **now, **numbers, **(record or {}), **more})
 
@@ -105,7 +107,7 @@ class Run:
     def series(self, x: str, y: str) -> list[tuple[float, float]]:
         """Pairs of two columns, where both are finite numbers."""
         pairs = ((s.get(x), s.get(y)) for s in self.steps)
-        return [(float(a), float(b)) for a, b in pairs if _number(a) and _number(b)]
+        return [(float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b)]
 
     def step_times(self) -> list[float]:
         """Seconds of each step that counts."""
@@ -135,17 +137,22 @@ class Run:
 
     def _described(self, name: str) -> float | None:
         value = self.about.get(name)
-        return float(value) if _number(value) else None
+        return float(value) if is_number(value) else None
 
     def last(self, column: str) -> float | None:
-        values = [s[column] for s in self.steps if _number(s.get(column))]
+        values = [s[column] for s in self.steps if is_number(s.get(column))]
         return float(values[-1]) if values else None
 
-    def final_loss(self, share: float = 0.1) -> float | None:
-        """The mean over the last steps: one batch alone says little."""
-        losses = [y for _, y in self.series("step", "loss")]
+    def final_loss(self, share: float = 0.1, until: float = math.inf) -> float | None:
+        """The mean over the last steps up to `until`: one batch alone says little. None where training diverged."""
+        losses = [loss for step, loss in self.losses() if step <= until]
         count = max(1, round(share * len(losses)))
-        return statistics.fmean(losses[-count:]) if losses else None
+        mean = statistics.fmean(losses[-count:]) if losses else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def losses(self) -> list[tuple[float, float]]:
+        """By step; unlike a series these may be infinite or NaN."""
+        return [(float(s["step"]), float(s["loss"])) for s in self.steps if isinstance(s.get("loss"), int | float)]
 
     def breakdown(self) -> dict[str, float] | None:
         """Seconds of a step: computing, coding that did not fit behind it (at most), and waiting for the wire.
@@ -160,6 +167,11 @@ class Run:
         coding = self.per_step("coding_seconds") or self._described("coding_seconds") or 0.0
         coding = min(coding, step - compute)
         return {"compute": compute, "coding": coding, "wire": step - compute - coding}
+
+
+def last_common_step(runs: Iterable[Run]) -> float | None:
+    """The last step that every run with losses has reached: where their losses can be compared."""
+    return min((losses[-1][0] for run in runs if (losses := run.losses())), default=None)
 
 
 def read(paths: Iterable[str | Path]) -> list[Run]:
@@ -184,28 +196,43 @@ def _read_one(path: Path) -> list[Run]:
         where = f"{path}, line {number}"
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ReportError(f"{where} is no JSON: {error}") from error
+        record = jsonfile.parse(line, where, ReportError)
         if not isinstance(record, dict):
-            raise ReportError(f"{where} is no JSON object")
+            raise ReportError(f"{where} is not a JSON object")
         if record.get("schema", SCHEMA) != SCHEMA or record.get("version", VERSION) != VERSION:
             raise ReportError(f"{where} is of another schema or version: this gradzip reads {SCHEMA} {VERSION}")
-        name = str(record.get("run", path.stem))
+        name = record.get("run", path.stem)
+        if not isinstance(name, str):
+            raise ReportError(f"{where}: run is {shown(name)}: wanted a text")
         run = found.setdefault(name, Run(name))
         if "schema" in record:
-            run.about |= record.get("about", {})
-        elif not _number(record.get("step")):
-            raise ReportError(f"{where} names no step: each record needs a number `step`")
-        elif "layers" in record:
-            run.layers.append((int(record["step"]), record["layers"]))
+            run.about |= _about(record.get("about", {}), where)
+            continue
+        step = record.get("step")
+        if not is_number(step) or step != int(step) or not is_count(int(step)):
+            raise ReportError(f"{where}: step is {shown(step)}: each record needs a whole number `step` of 0 or more")
+        if "layers" in record:
+            run.layers.append((int(step), check_layers(record["layers"], where)))
         else:
+            _check_size(record, where)
             run.add(record)
     if not found:
         raise ReportError(f"{path} holds no run: write one with gradzip.report.Recorder")
     return list(found.values())
 
 
-def _number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _about(about: Any, where: str) -> dict[str, Any]:
+    if not isinstance(about, dict):
+        raise ReportError(f"{where}: about is {shown(about)}: wanted an object")
+    if not isinstance(about.get("baseline", ""), str):
+        raise ReportError(f"{where}: about.baseline is {shown(about['baseline'])}: wanted the name of a run")
+    _check_size(about, f"{where}: about")
+    return about
+
+
+def _check_size(record: dict[str, Any], where: str) -> None:
+    """Numbers that no chart could show. NaN and infinity may stand there, as losses do diverge: they are left out."""
+    for key, value in record.items():
+        huge = isinstance(value, int | float) and jsonfile.LARGEST < abs(value) < math.inf
+        if huge:
+            raise ReportError(f"{where}: {key} is {shown(value)}: numbers of up to {jsonfile.LARGEST:g} can be shown")

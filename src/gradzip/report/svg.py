@@ -105,7 +105,7 @@ def columns(title: str, counts: Mapping[int, float], x_label: str) -> str:
         return '<p class="empty">nothing was recorded for this chart</p>'
     total = sum(counts.values()) or 1
     low, high = min(counts), max(counts)
-    most = max(counts.values()) / total
+    most = max(counts.values()) / total or 1.0
     height, bottom, top = 170, 36, 18
     width = WIDTH / (high - low + 1)
     body = []
@@ -161,7 +161,10 @@ def smoothed(points: Points, window: int) -> list[tuple[float, float]]:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    if high - low > 1e-9 * max(abs(low), abs(high), 1e-290):
+        return low, high
+    around = max(0.5, 1e-6 * abs(low))  # an axis needs some length
+    return low - around, high + around
 
 
 def _thin(points: Points, most: int = 400) -> Points:

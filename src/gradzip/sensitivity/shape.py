@@ -26,10 +26,10 @@ _SAMPLED = 64  # values of each tensor that ranks compare in a step, others in t
 class SecondMoments:
     """The shapes of a model's gradients, renewed once a step; all in one tensor, which stays where it is."""
 
-    def __init__(self, optimizer: Optimizer | None, names: Mapping[torch.Tensor, str]) -> None:
-        self._optimizer, self._names = optimizer, names
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> None:
         # A ZeroRedundancyOptimizer has the state of this rank's share alone.
-        self._shared = optimizer is not None and type(optimizer).__name__ != "ZeroRedundancyOptimizer"
+        self._optimizers = [each for each in optimizers if type(each).__name__ != "ZeroRedundancyOptimizer"]
+        self._names = names
         self._flat = torch.empty(0, dtype=torch.int8)
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
@@ -38,7 +38,7 @@ class SecondMoments:
     def renew(self) -> bool:
         """Takes the state as it is now; True if other tensors have a shape than before."""
         before, found = self._shapes, dict[str, torch.Tensor | None]()
-        for parameter, name in self._names.items() if self._shared else ():
+        for parameter, name in self._names.items():
             second = self._second(parameter, name)
             if second is not None:
                 shape = shape_of(second, self._place(name, parameter.numel()))
@@ -64,9 +64,8 @@ class SecondMoments:
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
-        assert self._optimizer is not None
-        state = self._optimizer.state.get(parameter)
-        if not state:
+        state = next(filter(None, (each.state.get(parameter) for each in self._optimizers)), None)
+        if state is None:
             return None
         found = next((state[key] for key in _SECOND if isinstance(state.get(key), torch.Tensor)), None)
         factors = next((pair for pair in _FACTORS if all(isinstance(state.get(k), torch.Tensor) for k in pair)), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from ..errors import GradzipWarning
+from ..errors import warn
 
 # By exact type: a subclass may do anything in its step.
 KNOWN: tuple[type[Optimizer], ...] = (SGD, Adagrad, RMSprop, Adam, AdamW)
@@ -101,14 +101,14 @@ def survey(
 
 
 def warn_lossless(what: str, why: str) -> None:
-    """Says once per `what` that gradients will be larger than they could be."""
-    if what not in _warned:
-        _warned.add(what)
-        warnings.warn(
+    """Says once per `what`, on rank 0, that gradients will be larger than they could be."""
+    if what in _warned:
+        return
+    _warned.add(what)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warn(
             f"gradzip cannot tell which bits of the gradients matter for {what}: {why}. "
-            "They travel lossless, so the saving of near and paper mode is lost for them.",
-            GradzipWarning,
-            stacklevel=2,
+            "They travel lossless, so the saving of near and paper mode is lost for them."
         )
 
 

@@ -42,7 +42,7 @@ _FAULTS: list[tuple[int, type[Exception], str]] = [
     (1 << 5, Corrupt, "bytes follow the last block"),
     (1 << 6, Corrupt, "a block of a reserved kind"),
     (1 << 7, Corrupt, "a raw block has the wrong size or padding"),
-    (1 << 8, Truncated, "a dense block ends inside its head"),
+    (1 << 8, Corrupt, "a dense block ends inside its head"),
     (1 << 9, Corrupt, "the head of a dense block contradicts itself or its length"),
     (
         1 << 10,

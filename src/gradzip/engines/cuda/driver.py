@@ -36,7 +36,11 @@ FILES = (
     ),
     *("packing", "select"),  # for other codecs
 )
-_LOWRANK, _LOWRANK_FILES = "lowrank_", ("common", "lowrank")  # kernels of that name are made of these alone
+# Kernels whose names begin so are made of these files alone.
+_UNITS = {
+    "lowrank_": ("common", "lowrank"),
+    "noise_": ("common", "noise", "noise_encode", "noise_decode"),
+}
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RESERVED_SHARED = 1024  # what the system takes of every group's shared memory
 _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
@@ -44,7 +48,7 @@ _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
 
 def source(kernel: str = "") -> str:
     """A kernel and what it is compiled with, as one text; line numbers in messages are those of the files."""
-    names = _LOWRANK_FILES if kernel.startswith(_LOWRANK) else FILES
+    names = next((files for prefix, files in _UNITS.items() if kernel.startswith(prefix)), FILES)
     return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in names)
 
 

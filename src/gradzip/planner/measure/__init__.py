@@ -37,6 +37,7 @@ DEFAULT_CODECS = (
     *("gcomp", "gcomp:mode=lossless", "gcomp:ulps=256"),
     *("cast:to=bf16", "topk", "powersgd:rank=4"),
 )
+QUIET = 5.0  # seconds between two lines that say how far it is
 WARM = 3  # steps before anything counts: DDP forms its buckets anew after the first
 
 
@@ -108,16 +109,20 @@ def benchmarks(
 class _Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.process = os.getpid()  # a forked child ends without writing the profile
         self.recorder: Recorder | None = None
         self.benchmarks: dict[str, Any] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.steps = 0
+        self._said_at = 0.0
         self.written = False
         self.stopped = False  # the script, before its own end
 
     def watch(self, model: DistributedDataParallel) -> None:
         if self.recorder is None:
             self.recorder = Recorder(model)
+            self._say(f"found the model; {self.settings.steps} steps will be measured")
+            self._said_at = time.monotonic()
 
     def mine(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is the first optimizer that holds parameters of the model."""
@@ -142,6 +147,9 @@ class _Session:
         self.recorder.end_step(count=self.steps > WARM + 1)
         self.steps += 1
         self.recorder.keeps_own = self.steps == WARM
+        if time.monotonic() - self._said_at > QUIET:
+            self._say(f"step {self.steps} of {self.settings.steps}")
+            self._said_at = time.monotonic()
         if self.steps >= self.settings.steps:
             self.end()
             if not self.settings.keep_going:
@@ -178,6 +186,8 @@ class _Session:
         It has not closed its process group. If a thread of torch's calls back while Python shuts down, it aborts the
         process: that was seen once in some 50 runs.
         """
+        if os.getpid() != self.process:
+            return
         self.end()
         if self.stopped and not hasattr(sys, "last_value"):  # nothing went wrong on the way out
             sys.stdout.flush()

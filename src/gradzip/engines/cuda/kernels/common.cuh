@@ -175,7 +175,10 @@ template <class F>
 struct Sum;
 template <>
 struct Sum<Float32> {
-    DEVICE u32 of(u32 a, u32 b) { return __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(b))); }
+    DEVICE u32 of(u32 a, u32 b) {
+        u32 s = __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(b)));
+        return (s & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : s;  // one NaN for all sums (docs/format.md)
+    }
 };
 template <>
 struct Sum<BFloat16> {
@@ -187,7 +190,10 @@ struct Sum<BFloat16> {
 };
 template <>
 struct Sum<Float16> {
-    DEVICE u32 of(u32 a, u32 b) { return half_bits(__fadd_rn(half_value(a), half_value(b))); }
+    DEVICE u32 of(u32 a, u32 b) {
+        u32 s = half_bits(__fadd_rn(half_value(a), half_value(b)));
+        return (s & 0x7fff) > 0x7c00 ? 0x7e00 : s;
+    }
     DEVICE float half_value(u32 bits) {
 #if defined(__CUDA_ARCH__)
         float value;
