@@ -28,6 +28,7 @@ WORDS = {
     "to": ["bf16", "fp16"],
     "norm": ["max", "l2"],
     "feedback": ["auto", "true", "false", "bf16", "cpu"],
+    "share": ["1%", "0.03", "30%", "0"],
 }
 
 

@@ -4,6 +4,9 @@ parts         how tensors are dealt out to the ranks that add them up; the table
 program       an exchange as a list of steps
 compiler      makes the program of a route and a message's layout
 coding        what a codec offers that codes whole messages; the values as they are, or cast to 16 bits
+noise         the codec noise for whole messages
+codecs        which codecs code whole messages
+slots         sizes of the slots that frames of unknown size travel in
 interpreter   runs a program for all ranks in one process, in plain torch: the oracle
 on_host       runs a program over Gloo, from and to the memory of the CPU
 """
