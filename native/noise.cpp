@@ -314,7 +314,7 @@ struct Block {
 };
 
 // Reads a block of `count` values into work.q and work.giants, or into work.wide. kOverrun bytes behind it are readable.
-Block decode_block(const uint8_t* data, uint64_t size, int count, const Ahead& ahead, Work& w, const Kernels* use) {
+Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const Kernels* use) {
     w.giant_count = 0;
     if (size == 0) return {kZeros, 0};
     if (size < kBlockHead) return {kBad, GZ_NOISE_BLOCK};
@@ -350,7 +350,7 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, const Ahead& a
         place += uint64_t(length[j]);
     }
     uint64_t bits[kLanes];
-    use->decode_lanes(lane, rows, table(table_of(number)), ahead, w.entries, bits);
+    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits);
     for (int j = 0; j < kLanes; j++)
         if ((bits[j] + 7) / 8 != uint64_t(length[j])) return {kBad, GZ_NOISE_LANES};
     const int reach = kReaches[table_of(number)], half = 1 << low >> 1;
@@ -466,7 +466,7 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
         Ahead ahead{};
         if (block + 1 < blocks)  // where one part fills the next block
             places.spans(parts, block + 1, [&](const Span& span) {
-                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4, false};
+                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4};
             });
         const int size = encode_block(w, count, use, ahead, [&] {
             std::fill(w.wide, w.wide + count, 0.0f);
@@ -597,7 +597,7 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
             std::memset(w.block + size, 0, kOverrun);
             data = w.block;
         }
-        form = decode_block(data, size, places.count(block), Ahead{}, w, use);
+        form = decode_block(data, size, places.count(block), w, use);
         if (form.form == kBad) return form.error;
         if (form.form == kZeros && delivery == kAdd) std::memset(w.q, 0, sizeof w.q);
     }

@@ -78,14 +78,8 @@ struct alignas(64) Work {
 struct Ahead {
     const uint8_t* from;  // NULL: nothing
     int step;             // bytes with every row of a lane; a multiple of 64
-    bool write;
     inline void fetch(int row) const {
-        if (!from) return;
-        const uint8_t* at = from + row * step;
-        for (int i = 0; i < step; i += 64) {
-            if (write) __builtin_prefetch(at + i, 1, 3);
-            else __builtin_prefetch(at + i, 0, 2);
-        }
+        for (int i = 0; from && i < step; i += 64) __builtin_prefetch(from + row * step + i, 0, 2);
     }
 };
 
@@ -116,8 +110,7 @@ struct Kernels {
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
     void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used.
-    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
-                         uint64_t* bits);
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
     bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
     void (*deliver)(const int8_t* q, int n, const Target& target);
 };
