@@ -23,6 +23,9 @@ constexpr uint32_t kNaN = 0x7fc00000;
 constexpr int kLaneRoom = kRows * 4 * kLimit / 8 + 16;  // bytes of the longest lane, and what a 64-bit store runs over
 constexpr int kOverrun = kRows * 4 * kLimit / 8 + 16;   // a damaged lane is read so far beyond its start
 
+// The longest block before it is found to be longer than a raw one: head, mask, lengths, planes, lanes and lists.
+constexpr int kBlockRoom = kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun;
+
 inline int low_bits(int number) { return number < kWithoutLow ? 0 : 1 + (number - kWithoutLow) / 4; }
 inline int table_of(int number) { return number < kWithoutLow ? number : kWithoutLow + (number - kWithoutLow) % 4; }
 inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
@@ -71,7 +74,7 @@ struct alignas(64) Work {
     GZ_GUARD(8)
     float sum[kBlock];
     GZ_GUARD(9)
-    uint8_t block[kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun];
+    uint8_t block[kBlockRoom];
 };
 
 // Memory that is needed soon, fetched into the cache while lanes are coded: the memory would be idle otherwise.
