@@ -28,7 +28,8 @@ Table make_table(int number) {
             for (int b = 0; b < l; b++) reversed |= (code >> b & 1) << (l - 1 - b);
             t.low[pair] = uint8_t(reversed);
             t.high[pair] = uint8_t(uint32_t(l) | (reversed >> 8) << 4);
-            t.push[pair] = uint32_t(l) | reversed << 8;
+            t.code[pair] = uint16_t(reversed);
+            t.length[pair] = uint8_t(l);
             for (uint32_t rest = 0; rest < 1u << (kLimit - l); rest++) t.entry[reversed | rest << l] = uint16_t(l | pair << 8);
             code++;
         }

@@ -34,7 +34,8 @@ inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; 
 struct alignas(64) Table {
     uint8_t low[256];      // of each pair: the low 8 bits of its code, first bit lowest
     uint8_t high[256];     // length | the code's other bits << 4
-    uint32_t push[256];    // length | code << 8
+    uint16_t code[256];
+    uint8_t length[256];
     uint16_t entry[1 << kLimit];  // by the next bits of a lane: length | pair << 8
 };
 const Table& table(int number);

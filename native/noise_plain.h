@@ -111,15 +111,15 @@ inline void encode_some(const uint8_t* pairs, int rows, const Table& table, cons
     for (int j = 0; j < N; j++) to[j] = work.lanes[first + j];
     for (int r = 0; r < rows; r++) {
         if (first == 0) ahead.fetch(r);
+#pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
             const uint8_t* four = pairs + r * (kRow / 2) + (first + j) * 4;
-            uint64_t h = held[j], n = bits[j];  // of n only the low 6 bits count: codes are added to it as well
+            uint64_t h = held[j], n = bits[j];  // 7 bits and four codes at most: 55
+#pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
-                const uint64_t e = table.push[four[k]];
-                h |= (e >> 8) << (n & 63);
-                n += e;
+                h |= uint64_t(table.code[four[k]]) << (n & 63);
+                n += table.length[four[k]];
             }
-            n &= 63;
             store64(to[j], h);
             to[j] += n >> 3;
             held[j] = h >> (n & 56);
