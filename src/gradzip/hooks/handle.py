@@ -109,9 +109,9 @@ class Handle:
         self._tracer: Tracer | None = None
         self._premises = None if optimizer is None else Premises(optimizer, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
+        self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
         if self._channel.rank == 0:
-            shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
-            report.say(report.at_attach(self._ways.of(policy, 1.0), shapes, self._channel.world))
+            report.say(self._ways.described(policy, self._channel.world))
 
     # -- for the user -------------------------------------------------------------------------------------------
 
@@ -153,8 +153,7 @@ class Handle:
         said of a step beside the median of the last ones, `transport` what carries large messages.
         """
         self._drain()
-        with self._lock:
-            return self._stats()
+        return self._stats_now()
 
     def log(self, writer: Writer, every: int = 100) -> None:
         """From now on, rank 0 hands the means of every so many steps to TensorBoard's SummaryWriter or to a function.
@@ -172,6 +171,10 @@ class Handle:
             except Exception as error:  # of the writer: a full disk must not end the training
                 self._metrics.remove(metrics)
                 self._warn(f"log: the writer failed and will not be called again: {type(error).__name__}: {error}")
+
+    def _stats_now(self) -> dict[str, Any]:
+        with self._lock:
+            return self._stats()
 
     def _stats(self) -> dict[str, Any]:
         sent, world, held = self._totals.bytes_sent, self._channel.world, self._memory.held()
@@ -219,6 +222,7 @@ class Handle:
         if self._behind:
             self._warn(f"{_BEHIND}: {self.error}")
             self._say()
+        self._journal.end()
         self._channel.leave()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -337,8 +341,7 @@ class Handle:
         self._memory.drop()  # what a backward that was broken off has left
         self._log()
         self._say()
-        if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
-            report.say(report.in_steps(self.stats()))
+        self._journal.step(self._steps_here)
         read = fetch if self._ahead is None else self._ahead.read
         held = self._scale_held()
         scale = read([held])[0] if held is not None else 1.0 if self._scaler is None else self._scaler.get_scale()

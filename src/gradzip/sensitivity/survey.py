@@ -100,6 +100,21 @@ def survey(
                 yield p, None
 
 
+def why_lossless(optimizer: Optimizer, parameter: torch.Tensor) -> str:
+    """Why nothing of this parameter's gradient may be dropped, in words that follow `as`."""
+    kind = type(optimizer)
+    if kind not in KNOWN:
+        return f"{kind.__name__} is not an optimizer that gradzip knows"
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+    if group is None:
+        return f"the {kind.__name__} given to attach does not train them"
+    if parameter.dtype != torch.float32:
+        return f"they are {parameter.dtype}, and grids are defined for float32"
+    if _number(group["lr"]) == 0:
+        return "the learning rate is 0: near mode begins when it is not"
+    return f"no bound on the step is known for the settings of this {kind.__name__}"
+
+
 def warn_lossless(what: str, why: str) -> None:
     """Says once per `what`, on rank 0, that gradients will be larger than they could be."""
     if what in _warned:
