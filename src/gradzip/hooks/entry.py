@@ -20,13 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
+from ..collectives import channel, transports
 from ..errors import Unsupported, nearest
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy
 from ..sensitivity.survey import unwrap
+from . import settings
 from .handle import Handle
 from .off import Off
+from .settings import CHECK, checks_results
 
 SWITCH = "GRADZIP"  # off: attach does nothing
 POLICY = "GRADZIP_POLICY"  # a codec's text form, auto, or the path of a plan.json: used instead of what the code says
@@ -71,22 +74,23 @@ def attach(
         optimizer = unwrap(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise Unsupported(f"{type(optimizer).__name__} is no torch.optim.Optimizer, and has none as .optimizer")
+    _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport)
     if _switched_off():
         return Off()
     policy = _from_environment() or policy
     if policy is None:
         policy = "gcomp:mode=lossless" if optimizer is None else "gcomp"
-    settings: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
-    settings["transport"] = transport
+    arguments: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
+    arguments["transport"] = transport
     if isinstance(policy, str) and policy.partition(":")[0] == "auto":
-        return _automatic(ddp, optimizer, policy, settings)
-    return _attached(ddp, optimizer, as_policy(policy), settings)
+        return _automatic(ddp, optimizer, policy, arguments)
+    return _attached(ddp, optimizer, as_policy(policy), arguments)
 
 
 def _attached(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, policy: Policy, settings: dict[str, Any]
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None, policy: Policy, arguments: dict[str, Any]
 ) -> Handle:
-    handle = Handle(model, optimizer, policy, **settings)  # complains before anything has changed
+    handle = Handle(model, optimizer, policy, **arguments)  # complains before anything has changed
     slot = _slots.get(model)
     if slot is None:
         slot = _slots[model] = _Slot(model.process_group)
@@ -100,14 +104,14 @@ def _automatic(
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer | None,
     policy: str,
-    settings: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Handle:
     from ..planner.auto import Auto, Pilot  # who does not plan need not load the planner
 
     wanted = Auto.parse(policy)
     if optimizer is None:
         raise Unsupported("auto counts the optimizer's steps: attach(model, optimizer, 'auto')")
-    handle = _attached(model, optimizer, Fixed("identity"), settings)
+    handle = _attached(model, optimizer, Fixed("identity"), arguments)
     handle.pilot = Pilot(handle, model, optimizer, wanted)
     return handle
 
@@ -166,6 +170,29 @@ def _switched_off() -> bool:
     if word not in ("", "on", "off"):
         raise Unsupported(f"{SWITCH}={word!r}{nearest(word, ('on', 'off'))}: set it to off, to on, or not at all")
     return word == "off"
+
+
+def _compare_settings(
+    model: DistributedDataParallel,
+    policy: str | Codec | Option | Policy | None,
+    scaler: torch.amp.GradScaler | None,
+    timeout: timedelta | None,
+    heartbeat: timedelta | None,
+    transport: str | None,
+) -> None:
+    """Policies themselves are compared with every step; these settings decide whether ranks meet there at all."""
+    alike = {
+        SWITCH: "off" if _switched_off() else "on",
+        CHECK: "1" if checks_results() else "",
+        POLICY: os.environ.get(POLICY, "").strip(),
+        transports.TRANSPORT: os.environ.get(transports.TRANSPORT, "").strip().lower(),
+        "transport=": transport or "",
+        "timeout=": str(timeout or ""),
+        "heartbeat=": str(heartbeat or ""),
+        "scaler=": type(scaler).__name__ if scaler is not None else "",
+        "policy=": policy if isinstance(policy, str) and policy.partition(":")[0] == "auto" else "",
+    }
+    settings.compare(model.process_group, alike, timeout or channel.TIMEOUT)
 
 
 def _from_environment() -> str | Policy | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import warnings
@@ -41,6 +40,7 @@ from .checkpoint import read_checkpoint, read_codecs
 from .metrics import Metrics, Writer
 from .premises import Premises
 from .progress import Progress
+from .settings import checks_results
 from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .trace import Tracer
 
 STATE_VERSION = 0
-CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
 _BEHIND = "the exchange failed when the last gradients were in use already, so that this state is a step behind"
 _CODECS, _POLICY = "codecs", "policy/"  # keys of the state: which codec each parameter had, and what a policy learnt
 
@@ -92,6 +91,7 @@ class Handle:
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
+        self._checks = checks_results()
         self._backward: Backward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
@@ -349,7 +349,6 @@ class Handle:
         if ways is not self._scheme.ways:
             self._scheme = _Scheme(ways)
         plain = self._scheme.plain and not self._memory.residuals
-        check = os.environ.get(CHECK, "") not in ("", "0")
         learns = self._learns
         rates = [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
         begun = Backward(
@@ -361,7 +360,7 @@ class Handle:
             self._channel,
             self._memory,
             self._end,
-            check,
+            self._checks,
             self._books,
             rates,
             learns,
