@@ -233,7 +233,9 @@ class Channel:
             )
         elif rank is not None:
             text = (
-                f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
+                f"{who} closed its connections without a word: it was killed, crashed or ended early "
+                f"({_plain(error)}). A rank ends early if it has fewer batches than others, or if it alone uses "
+                "no_sync()"
             )
         else:
             text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
