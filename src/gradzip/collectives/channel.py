@@ -37,6 +37,7 @@ from .watch import Watch
 HEARTBEAT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
 _AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
+_GRACE = 0.6  # seconds of these that threads have to end by themselves
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
 _TO_HEAR = 1.0  # seconds that others have to read that, where the store may end with this process
 
@@ -64,6 +65,7 @@ class Channel:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
+        self._heartbeat = heartbeat.total_seconds()
         self.error: BaseException | None = None
         self._failing = threading.Lock()
         self._told = threading.Event()  # the others have had time to hear of the error
@@ -231,6 +233,13 @@ class Channel:
                 f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
                 f"where nothing is compressed: {_plain(error)}"
             )
+        elif rank is not None and self.health.stood_still > 0.8 * self._heartbeat:
+            rank = self.rank
+            text = (
+                f"rank {rank} stood still for {self.health.stood_still:.0f} s, and the other ranks gave it up after a "
+                f"heartbeat of {self._heartbeat:.0f} s: it was stopped, or its host was suspended. "
+                "See attach(heartbeat=)"
+            )
         elif rank is not None:
             text = (
                 f"{who} closed its connections without a word: it was killed, crashed or ended early "
@@ -317,6 +326,8 @@ def _close_all() -> None:
         channel.gloo.abort()
         if channel.carrier is not None and not channel.carrier.idle:
             channel.carrier.abort()
+        channel.health.stop(_GRACE)
+        channel.health.abort()
         channel.close(_AT_EXIT)
 
 
