@@ -127,11 +127,12 @@ class Ways:
         """The line that is logged at attach."""
         ways = self.of(policy, 1.0)
         exchanged = {name: p for p, name in self._names.items() if p.requires_grad and p not in self._sparse}
+        unheld = set(self.unheld())  # a line of their own names them
         exact = {
             name: sensitivity.why_lossless(self._optimizers, parameter)
             for graded in self._chosen.graded.values()
             for parameter, (name, _, exact_way) in graded.items()
-            if name in exchanged and ways[name] is exact_way
+            if name in exchanged.keys() - unheld and ways[name] is exact_way
         }
         left_out = {
             "frozen parameters have no gradients": sum(not p.requires_grad for p in self._names),

@@ -103,10 +103,8 @@ def survey(
 def why_lossless(optimizers: Sequence[Optimizer], parameter: torch.Tensor) -> str:
     """Why nothing of this parameter's gradient may be dropped, in words that follow `as`."""
     holders = [(o, g) for o in optimizers for g in o.param_groups if any(p is parameter for p in g["params"])]
-    if not holders:
-        return "no optimizer given to attach trains them"
-    if len(holders) > 1:
-        return "several optimizers train them"
+    if len(holders) != 1:
+        return f"{len(holders)} optimizers train them"
     optimizer, group = holders[0]
     kind = type(optimizer)
     if kind not in KNOWN:
