@@ -48,6 +48,7 @@ from .program import (
 
 CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
 THREADS = 3
+IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
 _ALIGN = 8  # bytes: frames that travel together begin at multiples of it
 _FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
@@ -143,6 +144,7 @@ class HostRunner:
         self._changed = threading.Condition()
         self._under_way: dict[_Sent, None] = {}
         self._count = 0
+        self._free = threading.Semaphore(IN_FLIGHT)
 
     def submit(
         self,
@@ -199,16 +201,20 @@ class HostRunner:
     def _work(self, number: int) -> None:
         with torch.no_grad():
             while (run := self._queues[number].get()) is not None:
+                if number == 0:
+                    self._free.acquire()  # ranks take chunks in the same order: one of those in flight will end
                 try:
                     over = run.go_on()
                     while not over and number == THREADS - 1:
                         over = run.go_on()
                 except BaseException as error:  # buffers are not handed back: data may still arrive there
                     run.sent.end(self._channel.error or self._channel.explained(error))
+                    self._free.release()
                     continue
                 if over:
                     run.close()
                     run.sent.end()
+                    self._free.release()
                 else:
                     self._queues[number + 1].put(run)
 
