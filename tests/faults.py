@@ -28,7 +28,8 @@ LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
-WAYS = ("gloo", "stand-in", "nccl")  # what carries data; the second is over Gloo, without a GPU (standin.py)
+# What carries data: the second is over Gloo, without a GPU (standin.py); the last by the host runner of exchange/.
+WAYS = ("gloo", "stand-in", "nccl", "noise")
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
 
@@ -59,13 +60,16 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
     model = DistributedDataParallel(net)
-    usual = gradzip.Fixed("identity") if fault == PLAIN else "gcomp:mode=lossless"
+    coded = "noise" if way == "noise" else "gcomp:mode=lossless"
+    usual = gradzip.Fixed("identity") if fault == PLAIN else coded
     policy = "cast" if fault == "another codec" and is_victim else usual
     # Where nothing but its heartbeat says that a rank is gone; elsewhere a busy machine could stop one for that long.
     heartbeat = timedelta(seconds=HEARTBEAT) if fault in ("stop", LINK_DOWN) else None
     said: dict[str, Any] = {"rank": rank}
     try:
-        handle = gradzip.attach(model, None, policy, heartbeat=heartbeat, transport="gloo" if way == "gloo" else "nccl")
+        handle = gradzip.attach(
+            model, None, policy, heartbeat=heartbeat, transport="nccl" if way in ("nccl", "stand-in") else "gloo"
+        )
         # In its first steps DDP has exchanges of its own, for which it answers itself.
         for _ in range(0 if fault == "another codec" else 3):
             model(torch.randn(8, 256, device=device)).square().mean().backward()
@@ -95,6 +99,7 @@ def happen(fault: str) -> None:
     from gradzip.collectives import coder
     from gradzip.collectives.gloo import Gloo
     from gradzip.emulate.network import INTERFACE
+    from gradzip.exchange import noise
 
     if fault == "asleep":
         time.sleep(NAP)
@@ -104,6 +109,7 @@ def happen(fault: str) -> None:
             raise ArithmeticError("the codec lost count")
 
         coder.TensorCoder.encode = lost_count  # type: ignore[method-assign]
+        noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:
         plainly = Gloo.send
 

@@ -18,6 +18,7 @@ from training import same
 
 import gradzip
 from gradzip import Fixed, GradzipWarning, Rules, Unsupported
+from gradzip.hooks import report
 
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
@@ -355,6 +356,15 @@ def refused(rank: int) -> dict[str, str]:
             Task(policy, **options)
         said[name] = str(raised.value)
     return said
+
+
+def test_the_log_line_has_bits_and_share() -> None:
+    numbers = {"steps": 500, "steps_here": 500, "bytes_sent": 5e6, "bytes_raw": 3e7, "ratio": 6.0, "memory": 0}
+    numbers |= {"coding_seconds": 1.0, "exposed_seconds": 1.0}
+    noise = {"bits": 4.63, "share": 0.0085, "worst": 0.0124, "coarser": 0}
+    said = report.in_steps({**numbers, "noise": noise})
+    assert said.endswith("; noise 0.85% of the gradient, 1.24% in the worst step, at 4.6 bits a value")
+    assert "noise" not in report.in_steps({**numbers, "noise": {}})
 
 
 def test_what_cannot_be_is_refused_at_attach() -> None:

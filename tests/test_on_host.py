@@ -17,6 +17,7 @@ from ranks import TIMEOUT, run_ranks
 from gradzip.collectives import Channel, Outcome, open_channel
 from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
+from gradzip.exchange import on_host
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
@@ -113,8 +114,9 @@ def test_runner_gives_the_bits_of_the_interpreter_by_every_route() -> None:
     assert run_ranks(4, compare, 2, list(map(str, tree())), "cast", torch.float32, deadline=1800) == [[]] * 4
 
 
-def packings(rank: int) -> dict[str, object]:
+def packings(rank: int, in_flight: int) -> dict[str, object]:
     """The same tensors in one message and in three, several messages under way at once."""
+    on_host.IN_FLIGHT = in_flight
     exchange = Exchange(connect(1))
     names, mine = [f"layer.{i}" for i in range(len(SIZES))], gradients_of(rank, SIZES, torch.float32)
     results, sent = [], []
@@ -131,8 +133,9 @@ def packings(rank: int) -> dict[str, object]:
     return {"results": results, "sent": sent, "frames": frames}
 
 
-def test_results_do_not_depend_on_how_tensors_are_put_into_messages() -> None:
-    found = run_ranks(4, packings)
+@pytest.mark.parametrize("in_flight", [1, on_host.IN_FLIGHT])
+def test_results_do_not_depend_on_how_tensors_are_put_into_messages(in_flight: int) -> None:
+    found = run_ranks(4, packings, in_flight)
     for rank in found:
         assert same_bits(*rank["results"])
         assert same_bits(rank["results"][0], found[0]["results"][0]), "replicas are bit-identical"

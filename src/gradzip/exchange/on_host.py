@@ -48,6 +48,7 @@ from .program import (
 
 CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
 THREADS = 3
+IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
 _ALIGN = 8  # bytes: frames that travel together begin at multiples of it
 _FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
@@ -60,6 +61,7 @@ class Frame(NamedTuple):
 
     room: torch.Tensor
     size: int
+    source: int = -1  # the rank that sent it; -1: it was made here
 
     @property
     def data(self) -> torch.Tensor:
@@ -143,6 +145,7 @@ class HostRunner:
         self._changed = threading.Condition()
         self._under_way: dict[_Sent, None] = {}
         self._count = 0
+        self._free = threading.Semaphore(IN_FLIGHT)
 
     def submit(
         self,
@@ -199,16 +202,20 @@ class HostRunner:
     def _work(self, number: int) -> None:
         with torch.no_grad():
             while (run := self._queues[number].get()) is not None:
+                if number == 0:
+                    self._free.acquire()  # ranks take chunks in the same order: one of those in flight will end
                 try:
                     over = run.go_on()
                     while not over and number == THREADS - 1:
                         over = run.go_on()
                 except BaseException as error:  # buffers are not handed back: data may still arrive there
                     run.sent.end(self._channel.error or self._channel.explained(error))
+                    self._free.release()
                     continue
                 if over:
                     run.close()
                     run.sent.end()
+                    self._free.release()
                 else:
                     self._queues[number + 1].put(run)
 
@@ -318,9 +325,10 @@ class _Run:
         own = None if step.own is None else self._plain[step.own]
         by = self._program.world if step.divide else 1
         for number, owner in enumerate(owners):
-            terms = self._terms(step, number)
-            with _Blame(self._rank, self._program):
-                coder.decode(table, owner, terms, own, hop, out, by)
+            try:
+                coder.decode(table, owner, self._terms(step, number), own, hop, out, by)
+            except CodecError as error:
+                raise self._blamed(step, table, owner, number, error) from error
         return out
 
     def _recode(self, step: Recode) -> None:
@@ -334,8 +342,10 @@ class _Run:
         own = None if step.own is None else self._plain[step.own]
         by = self._program.world if step.divide else 1
         hop, after = self._program.hop(source.name), self._program.hop(target.name)
-        with _Blame(self._rank, self._program):
+        try:
             size = self._coder(target).recode(table, owner, self._terms(step, 0), own, hop, by, after, room[HEAD:])
+        except CodecError as error:
+            raise self._blamed(step, table, owner, 0, error) from error
         self._coded[target.name] = [[Frame(room, size)]]
 
     def _terms(self, step: Decode | Recode, number: int) -> Frames:
@@ -346,6 +356,20 @@ class _Run:
         for place, frames in enumerate(self._coded[step.source]):
             terms.append(None if place == own and not source.leaf else frames[number].data)
         return [*terms, None] if step.own is not None and source.leaf else terms
+
+    def _blamed(self, step: Decode | Recode, table: Table, owner: int, number: int, error: CodecError) -> PeerError:
+        """What to raise for a frame that cannot be decoded: each is tried by itself, to find out who sent it."""
+        coder, hop = self._coder(self._buffer(step.source)), self._program.hop(step.source)
+        for frames in self._coded[step.source]:
+            frame = frames[number]
+            if frame.source < 0:
+                continue
+            try:
+                coder.decode(table, owner, [frame.data], None, hop, self._nothing(self._buffer(step.source)), 1)
+            except CodecError as reason:
+                why = f"{type(reason).__name__}: {reason}"
+                return PeerError(f"rank {frame.source} sent a frame of {self._what} damaged: {why}")
+        return PeerError(f"rank {self._rank} cannot decode {self._what}: {type(error).__name__}: {error}")
 
     # -- communication ------------------------------------------------------------------------------------------
 
@@ -431,7 +455,7 @@ class _Run:
                     f"rank {source} sent something else than rank {self._rank} expects, which is {self._what}: "
                     "use the same model, policy and gradzip on all ranks"
                 )
-            frames.append(Frame(buffer[at:], size))
+            frames.append(Frame(buffer[at:], size, source))
             at += HEAD + _aligned(size)
         return frames
 
@@ -472,23 +496,6 @@ class _Run:
 
     def _nothing(self, buffer: Buffer) -> Values:
         return Values([torch.empty(size, dtype=self._kind(buffer)) for size in self._program.sizes])
-
-
-class _Blame:
-    """Turns an error of a codec into one that says what came."""
-
-    def __init__(self, rank: int, program: Program) -> None:
-        self._rank, self._program = rank, program
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CodecError):
-            raise PeerError(
-                f"rank {self._rank} cannot decode a frame of {self._program.names[0]!r} and "
-                f"{len(self._program.names) - 1} more ({self._program.codec}): {type(error).__name__}: {error}"
-            ) from error
 
 
 def _in_terms(frames: Sequence[Frame], terms: int) -> list[list[Frame]]:

@@ -112,11 +112,17 @@ def _left_out(counts: Mapping[str, int]) -> str:
 
 
 def in_steps(stats: Mapping[str, Any]) -> str:
-    steps = max(stats["steps_here"], 1)
+    steps, noise = max(stats["steps_here"], 1), stats["noise"]
+    rounded = (
+        f"; noise {noise['share']:.2%} of the gradient, {noise['worst']:.2%} in the worst step, at "
+        f"{noise['bits']:.1f} bits a value"
+        if noise
+        else ""
+    )
     return (
         f"step {stats['steps']}: sent {in_words(stats['bytes_sent'] / steps)} per step instead of "
         f"{in_words(stats['bytes_raw'] / steps)} ({stats['ratio']:.2f}x); coding {stats['coding_seconds'] / steps:.1e} "
-        f"s, exposed {stats['exposed_seconds'] / steps:.1e} s per step; holds {in_words(stats['memory'])}"
+        f"s, exposed {stats['exposed_seconds'] / steps:.1e} s per step; holds {in_words(stats['memory'])}{rounded}"
     )
 
 
