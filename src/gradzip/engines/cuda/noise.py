@@ -42,7 +42,7 @@ FRAME = np.dtype(
 )
 RESULT = np.dtype([("bytes", "<u8"), ("notch", "<u4"), ("poisoned", "<u4")])
 
-_WRONG = {
+WRONG = {
     1: "the head of a noise frame makes no sense here",
     2: "a noise frame is of another step or program",
     4: "a noise frame has a number that is no level",
@@ -436,7 +436,7 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
     dtype = parts[0].values.dtype if parts else torch.float32
     Decoder(body.device, dtype, geometry, _part_rows(out, geometry, 0), 0, 0, divisor, status).run(0)
     found = int(status)
-    wrong = [text for bit, text in _WRONG.items() if found & bit]
+    wrong = [text for bit, text in WRONG.items() if found & bit]
     if wrong:
         raise Corrupt(", ".join(wrong))
     if add:
