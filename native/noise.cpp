@@ -28,7 +28,8 @@ Table make_table(int number) {
             for (int b = 0; b < l; b++) reversed |= (code >> b & 1) << (l - 1 - b);
             t.low[pair] = uint8_t(reversed);
             t.high[pair] = uint8_t(uint32_t(l) | (reversed >> 8) << 4);
-            t.push[pair] = uint32_t(l) | reversed << 8;
+            t.code[pair] = uint16_t(reversed);
+            t.length[pair] = uint8_t(l);
             for (uint32_t rest = 0; rest < 1u << (kLimit - l); rest++) t.entry[reversed | rest << l] = uint16_t(l | pair << 8);
             code++;
         }
@@ -187,16 +188,16 @@ void put_lists(Work& w, int rows, const int8_t* h_of, uint8_t*& to, const std::v
 }
 
 // Head, mask, lengths and lanes around the planes, which lie at `planes` already. Returns where the lists go.
-uint8_t* put_frame(Work& w, int number, bool masked, uint8_t* planes_end) {
+uint8_t* put_frame(Work& w, uint8_t* block, int number, bool masked, uint8_t* planes_end) {
     int least = w.length[0], most = least;
     for (int j = 1; j < kLanes; j++) {
         least = std::min(least, w.length[j]);
         most = std::max(most, w.length[j]);
     }
     const int width = most - least < 16 ? 0 : most - least < 256 ? 1 : 2;
-    w.block[0] = uint8_t(number);
-    w.block[1] = uint8_t(width | masked << 2);
-    store16(w.block + 2, unsigned(least));
+    block[0] = uint8_t(number);
+    block[1] = uint8_t(width | masked << 2);
+    store16(block + 2, unsigned(least));
     uint8_t* to = planes_end;
     for (int j = 0; j < kLanes; j++) {
         const int over = w.length[j] - least;
@@ -206,16 +207,16 @@ uint8_t* put_frame(Work& w, int number, bool masked, uint8_t* planes_end) {
     }
     to += 8 << width;
     for (int j = 0; j < kLanes; j++) {
-        std::memcpy(to, w.lanes[j], size_t(w.length[j]));
+        for (int i = 0; i < w.length[j]; i += 32) std::memcpy(to + i, w.lanes[j] + i, 32);  // overruns; the next lane follows
         to += w.length[j];
     }
     return to;
 }
 
-// Encodes the block whose integers are in work.q, `count` of them, into work.block. fill_wide puts the same integers as
+// Encodes the block whose integers are in work.q, `count` of them, into `block`, which has kBlockRoom bytes. fill_wide puts the same integers as
 // floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
 template <typename FillWide>
-int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, FillWide fill_wide) {
+int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uint8_t* block, FillWide fill_wide) {
     const int total = (count + kRow - 1) / kRow;
     uint64_t coded;
     uint64_t sum = use->scan(w.q, total, &coded);
@@ -225,7 +226,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, Fil
     const int rows = masked ? total - zero_rows : total;
     int number = class_of(sum, uint64_t(rows) * kRow);
     const bool wide = number >= kWide;
-    uint8_t* planes = w.block + kBlockHead;
+    uint8_t* planes = block + kBlockHead;
     if (masked) {
         store64(planes, coded);
         planes += 8;
@@ -243,7 +244,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, Fil
         const Table& code = table(table_of(number));
         const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
         use->encode_lanes(w.pairs, rows, code, ahead, w);
-        to = put_frame(w, number, masked, planes + rows * low * (kRow / 8));
+        to = put_frame(w, block, number, masked, planes + rows * low * (kRow / 8));
         if (escapes) {
             const int half = 1 << low >> 1;
             for (int g = 0; g < 2 * rows; g++)
@@ -292,15 +293,15 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, Fil
             w.used[i] = int8_t(h);
         }
         use->encode_lanes(w.pairs, rows, table(table_of(number)), ahead, w);
-        to = put_frame(w, number, masked, planes + rows * low * (kRow / 8));
+        to = put_frame(w, block, number, masked, planes + rows * low * (kRow / 8));
         put_lists(w, rows, w.used, to, giants);
     }
-    int size = int(to - w.block);
+    int size = int(to - block);
     if (size >= kBlockHead + 4 * count) {
         fill_wide();
-        w.block[0] = kRaw;
-        w.block[1] = w.block[2] = w.block[3] = 0;
-        for (int i = 0; i < count; i++) store32(w.block + kBlockHead + 4 * i, w.wide[i] != w.wide[i] ? kNaN : as_bits(w.wide[i]));
+        block[0] = kRaw;
+        block[1] = block[2] = block[3] = 0;
+        for (int i = 0; i < count; i++) store32(block + kBlockHead + 4 * i, w.wide[i] != w.wide[i] ? kNaN : as_bits(w.wide[i]));
         size = kBlockHead + 4 * count;
     }
     return size;
@@ -314,7 +315,7 @@ struct Block {
 };
 
 // Reads a block of `count` values into work.q and work.giants, or into work.wide. kOverrun bytes behind it are readable.
-Block decode_block(const uint8_t* data, uint64_t size, int count, const Ahead& ahead, Work& w, const Kernels* use) {
+Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const Kernels* use) {
     w.giant_count = 0;
     if (size == 0) return {kZeros, 0};
     if (size < kBlockHead) return {kBad, GZ_NOISE_BLOCK};
@@ -350,7 +351,7 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, const Ahead& a
         place += uint64_t(length[j]);
     }
     uint64_t bits[kLanes];
-    use->decode_lanes(lane, rows, table(table_of(number)), ahead, w.entries, bits);
+    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits);
     for (int j = 0; j < kLanes; j++)
         if ((bits[j] + 7) / 8 != uint64_t(length[j])) return {kBad, GZ_NOISE_LANES};
     const int reach = kReaches[table_of(number)], half = 1 << low >> 1;
@@ -466,9 +467,10 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
         Ahead ahead{};
         if (block + 1 < blocks)  // where one part fills the next block
             places.spans(parts, block + 1, [&](const Span& span) {
-                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4, false};
+                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4};
             });
-        const int size = encode_block(w, count, use, ahead, [&] {
+        const bool in_place = room - at >= kBlockRoom;
+        const int size = encode_block(w, count, use, ahead, in_place ? out + at : w.block, [&] {
             std::fill(w.wide, w.wide + count, 0.0f);
             places.spans(parts, block, [&](const Span& span) {
                 const Rounding how = rounding_of(parts[span.part], coarser(levels[span.part], notch), span.first);
@@ -478,7 +480,7 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
             });
         });
         if (uint64_t(size) > room - at) return -1;
-        std::memcpy(out + at, w.block, size_t(size));
+        if (!in_place) std::memcpy(out + at, w.block, size_t(size));
         store16(index + 2 * block, unsigned(size));
         at += uint64_t(size);
     }
@@ -592,12 +594,14 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
         const uint8_t* data = body.data + body.offset[block];
         const uint64_t size = body.offset[block + 1] - body.offset[block];
         if (body.size - body.offset[block] < size + kOverrun && size) {  // so that lanes may be read beyond the end
-            if (size > sizeof w.block - kOverrun) return GZ_NOISE_BLOCK;
+            if (size > kBlockRoom - kOverrun) return GZ_NOISE_BLOCK;
             std::memcpy(w.block, data, size_t(size));
             std::memset(w.block + size, 0, kOverrun);
             data = w.block;
         }
-        form = decode_block(data, size, places.count(block), Ahead{}, w, use);
+        if (block + 2 < body.offset.size())  // the next one: its lanes are too short for the processor to guess ahead
+            for (uint64_t at = body.offset[block + 1]; at < body.offset[block + 2]; at += 64) __builtin_prefetch(body.data + at);
+        form = decode_block(data, size, places.count(block), w, use);
         if (form.form == kBad) return form.error;
         if (form.form == kZeros && delivery == kAdd) std::memset(w.q, 0, sizeof w.q);
     }

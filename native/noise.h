@@ -23,6 +23,9 @@ constexpr uint32_t kNaN = 0x7fc00000;
 constexpr int kLaneRoom = kRows * 4 * kLimit / 8 + 16;  // bytes of the longest lane, and what a 64-bit store runs over
 constexpr int kOverrun = kRows * 4 * kLimit / 8 + 16;   // a damaged lane is read so far beyond its start
 
+// The longest block before it is found to be longer than a raw one: head, mask, lengths, planes, lanes and lists.
+constexpr int kBlockRoom = kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun;
+
 inline int low_bits(int number) { return number < kWithoutLow ? 0 : 1 + (number - kWithoutLow) / 4; }
 inline int table_of(int number) { return number < kWithoutLow ? number : kWithoutLow + (number - kWithoutLow) % 4; }
 inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
@@ -31,7 +34,8 @@ inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; 
 struct alignas(64) Table {
     uint8_t low[256];      // of each pair: the low 8 bits of its code, first bit lowest
     uint8_t high[256];     // length | the code's other bits << 4
-    uint32_t push[256];    // length | code << 8
+    uint16_t code[256];
+    uint8_t length[256];
     uint16_t entry[1 << kLimit];  // by the next bits of a lane: length | pair << 8
 };
 const Table& table(int number);
@@ -71,21 +75,15 @@ struct alignas(64) Work {
     GZ_GUARD(8)
     float sum[kBlock];
     GZ_GUARD(9)
-    uint8_t block[kBlockHead + 8 + 32 + kRow / 8 * 8 * kRows + kLanes * kLaneRoom + 5 * kBlock + kOverrun];
+    uint8_t block[kBlockRoom];
 };
 
 // Memory that is needed soon, fetched into the cache while lanes are coded: the memory would be idle otherwise.
 struct Ahead {
     const uint8_t* from;  // NULL: nothing
     int step;             // bytes with every row of a lane; a multiple of 64
-    bool write;
     inline void fetch(int row) const {
-        if (!from) return;
-        const uint8_t* at = from + row * step;
-        for (int i = 0; i < step; i += 64) {
-            if (write) __builtin_prefetch(at + i, 1, 3);
-            else __builtin_prefetch(at + i, 0, 2);
-        }
+        for (int i = 0; from && i < step; i += 64) __builtin_prefetch(from + row * step + i, 0, 2);
     }
 };
 
@@ -116,8 +114,7 @@ struct Kernels {
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
     void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used.
-    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
-                         uint64_t* bits);
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
     bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
     void (*deliver)(const int8_t* q, int n, const Target& target);
 };

@@ -48,10 +48,13 @@ uint64_t weights(const int8_t* shape, uint64_t n) {
     return total;
 }
 
-inline __m512 powers(const int8_t* shape, int sign) {  // 2^(sign * shape) of 16 values
+// 2^(sign * shape) of 16 values; the low 4 bits of a shape look it up.
+inline __m512 powers(const int8_t* shape, int sign) {
+    const __m512 up = _mm512_setr_ps(1, 0, 0, 0, 0x1p12f, 0x1p11f, 0x1p10f, 0x1p9f, 0x1p8f, 0x1p7f, 0x1p6f, 0x1p5f, 0x1p4f, 0x1p3f, 0x1p2f, 0x1p1f);
+    const __m512 down = _mm512_setr_ps(1, 0, 0, 0, 0x1p-12f, 0x1p-11f, 0x1p-10f, 0x1p-9f, 0x1p-8f, 0x1p-7f, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f,
+                                       0x1p-2f, 0x1p-1f);
     const __m512i d = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape)));
-    const __m512i e = sign < 0 ? _mm512_sub_epi32(_mm512_set1_epi32(127), d) : _mm512_add_epi32(_mm512_set1_epi32(127), d);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(e, 23));
+    return _mm512_permutexvar_ps(d, sign < 0 ? up : down);
 }
 
 // 16 integers. `folded` is the key with its upper half folded in, as the first step of the mix does it: the upper halves

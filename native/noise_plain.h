@@ -111,15 +111,15 @@ inline void encode_some(const uint8_t* pairs, int rows, const Table& table, cons
     for (int j = 0; j < N; j++) to[j] = work.lanes[first + j];
     for (int r = 0; r < rows; r++) {
         if (first == 0) ahead.fetch(r);
+#pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
             const uint8_t* four = pairs + r * (kRow / 2) + (first + j) * 4;
-            uint64_t h = held[j], n = bits[j];  // of n only the low 6 bits count: codes are added to it as well
+            uint64_t h = held[j], n = bits[j];  // 7 bits and four codes at most: 55
+#pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
-                const uint64_t e = table.push[four[k]];
-                h |= (e >> 8) << (n & 63);
-                n += e;
+                h |= uint64_t(table.code[four[k]]) << (n & 63);
+                n += table.length[four[k]];
             }
-            n &= 63;
             store64(to[j], h);
             to[j] += n >> 3;
             held[j] = h >> (n & 56);
@@ -133,35 +133,35 @@ inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& tabl
     for (int lane = 0; lane < kLanes; lane += 2) encode_some<2>(pairs, rows, table, ahead, lane, work);
 }
 
+// N lanes in lockstep, code by code: a lane waits for its look-up, and the others fill the time. Of each lane only what is
+// left of 64 bits is held; a marker above them counts what was taken.
 template <int N>
-inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
-                        uint64_t* bits) {
-    uint64_t n[N] = {};
-    const uint8_t* from[N];
-    for (int j = 0; j < N; j++) from[j] = lane[j];
-    for (int r = 0; r < rows; r++) {
-        uint16_t* to = entries + r * (kRow / 2);
-        ahead.fetch(r);
-        for (int j = 0; j < N; j++) {
-            uint64_t w = load64(from[j] + (n[j] >> 3)) >> (n[j] & 7);
-            uint32_t used = 0;
-            for (int k = 0; k < 4; k++) {
-                const uint32_t e = table.entry[w & ((1 << kLimit) - 1)];
-                w >>= e & 63;
-                used += e;
-                to[4 * j + k] = uint16_t(e);
+inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
+    const uint8_t* base = lane[0];
+    const uint16_t* entry = table.entry;
+    uint64_t at[N], left[N];
+    for (int j = 0; j < N; j++) at[j] = uint64_t(lane[j] - base) * 8;
+    for (int r = 0; r < rows; r++, entries += kRow / 2) {
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) left[j] = load64(base + (at[j] >> 3)) >> (at[j] & 7) | uint64_t(1) << 63;
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+#pragma GCC unroll 16
+            for (int j = 0; j < N; j++) {
+                const uint32_t e = entry[left[j] & ((1 << kLimit) - 1)];
+                left[j] >>= e & 63;
+                entries[4 * j + k] = uint16_t(e);
             }
-            n[j] += used & 255;
         }
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) at[j] += uint64_t(__builtin_clzll(left[j]));
     }
-    for (int j = 0; j < N; j++) bits[j] = n[j];
+    for (int j = 0; j < N; j++) bits[j] = at[j] - uint64_t(lane[j] - base) * 8;
 }
 
 template <int N>
-inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, const Ahead& ahead, uint16_t* entries,
-                            uint64_t* bits) {
-    for (int j = 0; j < kLanes; j += N)
-        decode_some<N>(lane + j, rows, table, j ? Ahead{} : ahead, entries + 4 * j, bits + j);
+inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
+    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j);
 }
 
 inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {

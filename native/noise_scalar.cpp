@@ -16,7 +16,7 @@ void deliver(const int8_t* q, int n, const Target& target) { deliver_plain(q, 0,
 
 const Kernels* scalar_kernels() {
     static const Kernels kernels{"scalar", scalar::squares_plain, scalar::weights_plain, scalar::round, scalar::scan_plain, scalar::pack_plain,
-                                 scalar::encode_lanes_plain, scalar::decode_lanes_by<4>, scalar::unpack_plain, scalar::deliver};
+                                 scalar::encode_lanes_plain, scalar::decode_lanes_by<8>, scalar::unpack_plain, scalar::deliver};
     return &kernels;
 }
 

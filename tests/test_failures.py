@@ -179,3 +179,24 @@ def test_ranks_with_other_settings_send_lossless_until_they_agree() -> None:
         assert len(seen["said"]) == 1, "once, not at each step"
         assert f"rank {1 - rank} would round '0.weight'" in seen["said"][0]
         assert seen["same"] == (False, True, False)
+
+
+def no_sync_alone(rank: int) -> str:
+    """Rank 0 leaves out an exchange, and is through with its steps when rank 1 still waits for it."""
+    run = start("topk:ratio=0.1")
+    run.train(0, 3)
+    if rank == 0:
+        with run.model.no_sync():
+            run.step(3)
+        assert run.handle is not None
+        run.handle.detach()
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        run.step(3)
+    return str(raised.value)
+
+
+def test_no_sync_on_one_rank_is_named_as_a_cause() -> None:
+    _, said = run_ranks(2, no_sync_alone)
+    assert "rank 0 closed its connections" in said
+    assert "if it alone uses no_sync()" in said

@@ -17,9 +17,12 @@ from gradzip.cli.plan import settings
 from gradzip.errors import PlanError
 from gradzip.option import Option
 from gradzip.plan import Plan
-from gradzip.planner import perfetto
+from gradzip.planner import baselines, perfetto
+from gradzip.planner.answer import Request, answer
+from gradzip.planner.choices import Limits
 from gradzip.planner.network import Topology
 from gradzip.planner.timeline import INTER_IN, INTER_OUT, Task, simulate
+from gradzip.planner.units import DDP_BUCKET
 from gradzip.policy import Policy
 
 
@@ -113,7 +116,7 @@ def test_plan_says_when_the_best_plan_is_none(
     out = tmp_path / "plan.json"
     answer = json.loads(run(capsys, measured, "--inter", "400gbit", "--out", out, "--json"))
     assert answer["pays"] is False
-    assert any("do not compress" in note for note in answer["notes"])
+    assert any("do not compress" in note for note in answer["verdict"])
     assert {str(o) for o in Plan.load(out).options.values()} == {"identity/allreduce"}
     assert answer["rows"][0]["why"]
 
@@ -125,7 +128,7 @@ def test_a_gain_that_may_be_an_error_is_not_promised(tmp_path: Path, capsys: pyt
     answer = json.loads(run(capsys, measured, "--codec", "cast", "--out", out, "--json"))
     assert answer["pays"] is False
     assert answer["speedup_fp32"] > 1.3
-    (why,) = (note for note in answer["notes"] if "do not compress yet" in note)
+    (why,) = (note for note in answer["verdict"] if "do not compress yet" in note)
     assert "the model misses by that the plain steps that were profiled" in why
     assert "Profile again with more steps, on a quiet machine and network" in why
     assert answer["notes"][-1].endswith(f"plain all-reduce for all gradients is in {out}")
@@ -139,7 +142,7 @@ def test_plan_takes_shipped_models_and_bucket_sizes(tmp_path: Path, capsys: pyte
     assert answer["pays"]
     assert answer["speedup_fp32"] > 1
     assert answer["speedup_bf16"] is not None
-    assert "not measured: its uncertainty is unknown" in answer["notes"][0]
+    assert "uncertainty unknown" in answer["verdict"][0] or "computed, not measured" in answer["verdict"][0]
     assert len(Plan.load(out).options) == 32
 
 
@@ -220,3 +223,58 @@ def test_the_espresso_experiment_gives_its_results(monkeypatch: pytest.MonkeyPat
     (kept,) = (row for row in espresso.read() if row["workload"] == lstm.name)
     assert espresso.row(lstm)["gain_fp32"] == pytest.approx(float(kept["gain_fp32"]), abs=0.05)
     monkeypatch.delitem(sys.modules, "run")
+
+
+def test_plan_has_the_verdict_first_and_no_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = tmp_path / "profile.json"
+    profile().save(measured)
+    assert cli.main(["plan", str(measured), "--out", str(tmp_path / "plan.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("small, ")
+    assert "compress" in lines[1]
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("rate", ["1gbit", "400gbit"])
+def test_no_uncertainty_is_printed_where_it_is_unknown(
+    rate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "resnet50", "--inter", rate, "--out", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    assert "±" not in out
+    assert "computed, not measured" in out.splitlines()[1]
+
+
+@pytest.mark.parametrize("argv", [["--inter", "25gbit"], ["--what-if", "inter=1gbit..9gbit"]])
+def test_a_rate_between_hosts_is_refused_for_one_host(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "resnet50", "--hosts", "1", "--out", str(tmp_path / "plan.json"), *argv]
+    assert cli.main(command) == 1
+    assert f"{' '.join(argv)}: this is a cluster of one host" in capsys.readouterr().err
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e9, 1e11, 3.2e12])
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_the_bound_is_not_slower_than_plain_averaging(hosts: int, rate: float) -> None:
+    found = profile(hosts=hosts, rate=rate)
+    request = Request(found, Topology.of(found), Limits(), DDP_BUCKET)
+    plain, *_, bound = answer(request).baselines
+    assert plain.step_s is not None
+    assert bound.step_s is not None
+    assert bound.name.endswith("(bound)")
+    assert bound.step_s <= plain.step_s
+
+
+def test_free_compression_that_does_not_pay_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search may end above plain averaging, where every compressed route costs more than all-reduce."""
+    found = profile()
+    real = baselines.search
+
+    def slower(problem: Any) -> Any:
+        return replace(real(problem), time_s=1e3)
+
+    monkeypatch.setattr(baselines, "search", slower)
+    last = answer(Request(found, Topology.of(found), Limits(), DDP_BUCKET)).baselines[-1]
+    assert last.note == "even free, it would not beat FP32"

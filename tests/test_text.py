@@ -27,6 +27,7 @@ WORDS = {
     "book": ["frame", "shared"],
     "to": ["bf16", "fp16"],
     "norm": ["max", "l2"],
+    "share": ["1%", "2.5%", "0.0001", 0.3, 0.01],
     "feedback": ["auto", "true", "false", "bf16", "cpu"],
     "share": ["1%", "0.03", "30%", "0"],
 }

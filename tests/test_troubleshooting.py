@@ -210,6 +210,12 @@ def flipped(rank: int) -> None:
         Loop(Fixed("gcomp:mode=lossless")).step()
 
 
+def set_up_differently(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADZIP_CHECK", str(rank))
+        Loop("topk")
+
+
 def other_rates(rank: int) -> None:
     loop = Loop(Fixed("gcomp:ulps=4096"))
     loop.optimizer.param_groups[0]["lr"] = 0.05 if rank == 0 else 1e-5
@@ -242,6 +248,8 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
     "the policy has a rule for": lambda rank: Loop(Rules({"9.*": "topk"})),
     "is not a policy": lambda rank: Loop(7),
     "the plan is for another model": lambda rank: Loop(Plan({"a": Option("gcomp")}, {"a": (2, 2)}, "Net", 25.0, {})),
+    "ranks are set up differently": set_up_differently,
+    "the state's": lambda rank: other_state(lambda state: state.update(steps=-1)),
     "this state has version": lambda rank: other_state(lambda state: state.update(version=99)),
     "the state was saved by": lambda rank: other_state(lambda state: state.update(world_size=3)),
     "the state is of another model": lambda rank: other_state(other_codecs),

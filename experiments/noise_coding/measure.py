@@ -1,4 +1,4 @@
-"""How far the frames of the codec noise are above the entropy of their integers; writes sizes.csv and README.md's table.
+"""How far frames of the codec noise are above the entropy of their integers; writes sizes.csv and README.md's table.
 
     python experiments/noise_coding/measure.py     # a minute or two; needs the native engine (make setup)
 
@@ -139,6 +139,31 @@ def entropy(q: npt.NDArray[np.float32]) -> float:
     return float((count * np.log2(q.size / count)).sum())
 
 
+def table(rows: list[Row]) -> str:
+    """README.md's table: bits, and per cent over both entropies."""
+    lines = ["| source | hop |" + "".join(f" {100 * share:g} % |" for share in SHARES)]
+    lines.append("| --- | --- |" + " --- |" * len(SHARES))
+    for source, hop in dict.fromkeys((r.source, r.hop) for r in rows):
+        cells = [
+            f" {r.bits:.2f}: {r.over:+.1f}, {r.over_block:+.1f} |" for r in rows if (r.source, r.hop) == (source, hop)
+        ]
+        lines.append(f"| {source} | {hop} |" + "".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def filled(readme: str, rows: list[Row]) -> str:
+    before, mark, rest = readme.partition("<!-- sizes -->\n")
+    return before + mark + table(rows) + "<!-- /sizes -->" + rest.partition("<!-- /sizes -->")[2]
+
+
+def read() -> list[Row]:
+    with (HERE / "sizes.csv").open(newline="") as file:
+        return [
+            Row(r["source"], r["hop"], *(float(r[f.name]) for f in fields(Row)[2:]))  # type: ignore[arg-type]
+            for r in csv.DictReader(file)
+        ]
+
+
 def main() -> None:
     rows = []
     for make in (synthetic, language_model, convolutions):
@@ -146,16 +171,12 @@ def main() -> None:
             for share in SHARES:
                 for one in measured(source, share):
                     rows.append(one)
-                    print(
-                        f"{one.source}, {one.hop}, {one.share}: {one.bits:.3f} bits, +{one.over:.2f} %, of blocks +{one.over_block:.2f} %",
-                        flush=True,
-                    )
+                    print(f"{one.source}, {one.hop}, {one.share}: {one.bits:.3f} bits, +{one.over:.2f} %", flush=True)
     with (HERE / "sizes.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
-        writer.writerows(
-            {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in asdict(r).items()} for r in rows
-        )
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(r).items()} for r in rows)
+    (HERE / "README.md").write_text(filled((HERE / "README.md").read_text(), read()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -93,7 +93,8 @@ class _Whole:
 class _Parts:
     """The codec noise as an exchange of four ranks uses it: one frame of all parameters.
 
-    Encoding includes the pass for the levels. With optimizer state there is a shape, made once a step and not counted.
+    Encoding includes the pass for the levels. With optimizer state there is a shape; it and the sum of its weights are
+    made before the gradients are there, and not counted.
     """
 
     def __init__(self, codec: Noise, sample: Sample) -> None:
@@ -102,6 +103,10 @@ class _Parts:
         if snapshot is not None:
             self.shapes = [shape_of(v) for v in sample.tensors(snapshot.second)]
         self.tensors = sample.tensors(sample.values)
+        self.weights = [
+            one.weights
+            for one in self.engine.statistics_of([Part(x, shape=d) for x, d in zip(self.tensors, self.shapes)])
+        ]
         self.back = torch.zeros_like(sample.values)
         self.outs = [Part(y, shape=d) for y, d in zip(sample.tensors(self.back), self.shapes)]
         bound = noise_layout.body_bound([x.numel() for x in self.tensors])
@@ -110,10 +115,11 @@ class _Parts:
 
     def encode(self) -> None:
         self.parts = []
-        found = self.engine.statistics_of([Part(x, shape=d) for x, d in zip(self.tensors, self.shapes)])
-        for number, (x, shape, one) in enumerate(zip(self.tensors, self.shapes, found)):
+        found = self.engine.statistics_of([Part(x) for x in self.tensors])
+        for number, (x, shape, weights, one) in enumerate(zip(self.tensors, self.shapes, self.weights, found)):
             key = noise_layout.key_of(0, 0, str(number), "own", 0)
-            self.parts.append(Part(x, noise_layout.level(one, self.share, RANKS), shape, 0, key))
+            level = noise_layout.level(replace(one, weights=weights), self.share, RANKS)
+            self.parts.append(Part(x, level, shape, 0, key))
         (written,) = self.engine.encode_frames([Slot(self.parts, self.frame)], 0, 0)
         self.written = written.size
 

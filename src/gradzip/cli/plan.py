@@ -128,6 +128,13 @@ def _request(args: argparse.Namespace) -> Request:
         _rate(args.inter),
         _rate(args.intra),
     )
+    swept = args.what_if or ""
+    if topology.hosts == 1 and (args.inter or swept.startswith("inter")):
+        given = f"--inter {args.inter}" if args.inter else f"--what-if {swept}"
+        raise PlanError(
+            f"{given}: this is a cluster of one host, and nothing goes between hosts. Give --hosts N for more of them, "
+            "or --intra RATE for the ranks of one"
+        )
     codecs = tuple(args.codec) if args.codec else None
     limits = Limits(codecs, lossy=args.lossy, max_encodes=args.max_encodes, lossless=args.lossless)
     limits.offered(profile)
@@ -162,16 +169,19 @@ def verdict(found: Answer, limit: float | None) -> list[str]:
     """The answer in words."""
     step, off = found.step_s * 1e3, 100 * found.uncertainty
     measured = "computed" not in found.request.profile.origin.get("collectives", "")
-    lines = [] if measured else ["the network of this profile was computed, not measured: its uncertainty is unknown"]
+    doubt = (
+        f" ± {off:.1f} %" if measured else " (uncertainty unknown: this profile's network was computed, not measured)"
+    )
+    lines = []
     if found.pays:
         over = found.speedup_over("BF16")
         than = f", {over:.2f}x BF16's" if over is not None else ""
         lines.append(
-            f"a step of {step:.1f} ms ± {off:.1f} %, {1 + found.gain:.2f}x FP32's speed{than}; "
+            f"compress: a step of {step:.1f} ms{doubt}, {1 + found.gain:.2f}x FP32's speed{than}; "
             f"{found.timeline.exposed_s * 1e3:.1f} ms of it are exchange that is not hidden"
         )
     else:
-        lines.append(_why_not(found))
+        lines.append(_why_not(found) + ("" if measured else "; the network was computed, not measured"))
     pays = "pays" if found.pays else "is predicted to pay"
     if limit is None:
         lines.append("no bandwidth is low enough for compression to pay with these codecs")
@@ -204,8 +214,7 @@ def _why_not(found: Answer) -> str:
 
 def _notes(found: Answer, limit: float | None, out: Path) -> list[str]:
     profile = found.request.profile
-    notes = verdict(found, limit)
-    notes += [f"assumed: {text}" for text in found.assumptions]
+    notes = [f"assumed: {text}" for text in found.assumptions]
     notes += [f"{what}: {text}" for what, text in profile.origin.items() if "computed" in text]
     bound = found.baselines[-1].step_s
     if bound:
@@ -257,7 +266,10 @@ def _title(request: Request) -> str:
 def _print(found: Answer, limit: float | None, out: Path) -> None:
     rows = sorted(_unit_rows(found), key=lambda row: -row["mb"])
     cut = [f"{len(rows) - _MOST_ROWS} smaller ones are not shown: see {out}"] if len(rows) > _MOST_ROWS else []
-    show(_title(found.request), _UNITS, rows[:_MOST_ROWS], cut)
+    print(_title(found.request))
+    for line in verdict(found, limit):
+        print(f"  {line}")
+    show("what each gradient does", _UNITS, rows[:_MOST_ROWS], cut)
     show("compared", _BASELINES, _baseline_rows(found), _notes(found, limit, out))
 
 
@@ -276,6 +288,7 @@ def _json(found: Answer, limit: float | None, out: Path) -> dict[str, Any]:
         "search_s": found.found.search_s,
         "rows": _unit_rows(found),
         "baselines": _baseline_rows(found),
+        "verdict": verdict(found, limit),
         "notes": _notes(found, limit, out),
         "plan": str(out),
     }

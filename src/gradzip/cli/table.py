@@ -86,6 +86,12 @@ def show(
         table.add_row(*map(escape, cells), end_section=last)
     out = console()
     needed = Measurement.get(out, out.options.update(max_width=1000), table)  # out.measure would stop at the screen
-    console(least=needed.minimum).print(table, crop=False)
+    target = console(least=needed.minimum)
+    if target.is_terminal:
+        target.print(table, crop=False)
+    else:  # rich fills lines up with blanks, which is of no use in a pipe or a file
+        with target.capture() as captured:
+            target.print(table, crop=False)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     for note in notes:
         out.print(f"note: {note}", markup=False, highlight=False)

@@ -38,6 +38,7 @@ from .watch import Watch
 HEARTBEAT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
 _AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
+_GRACE = 0.6  # seconds of these that threads have to end by themselves
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
 _TO_HEAR = 1.0  # seconds that others have to read that, where the store may end with this process
 
@@ -72,6 +73,7 @@ class Channel:
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
         self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
+        self._heartbeat = heartbeat.total_seconds()
         self.error: BaseException | None = None
         self._timeout = timeout.total_seconds()
         self._compared = itertools.count()
@@ -241,9 +243,18 @@ class Channel:
                 f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
                 f"where nothing is compressed: {_plain(error)}"
             )
+        elif rank is not None and self.health.stood_still > 0.8 * self._heartbeat:
+            rank = self.rank
+            text = (
+                f"rank {rank} stood still for {self.health.stood_still:.0f} s, and the other ranks gave it up after a "
+                f"heartbeat of {self._heartbeat:.0f} s: it was stopped, or its host was suspended. "
+                "See attach(heartbeat=)"
+            )
         elif rank is not None:
             text = (
-                f"{who} closed its connections without a word: it was killed, crashed or ended early ({_plain(error)})"
+                f"{who} closed its connections without a word: it was killed, crashed or ended early "
+                f"({_plain(error)}). A rank ends early if it has fewer batches than others, or if it alone uses "
+                "no_sync()"
             )
         else:
             text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
@@ -344,6 +355,8 @@ def _close_all() -> None:
         channel.gloo.abort()
         if channel.carrier is not None and not channel.carrier.idle:
             channel.carrier.abort()
+        channel.health.stop(_GRACE)
+        channel.health.abort()
         channel.close(_AT_EXIT)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import PeerError
+from . import sockets
 
 _PERIOD = 0.5  # seconds between looks at the store; heartbeats follow at a tenth of the timeout
 _LAST_WORDS, _HEARD = "failed", "heard"
@@ -32,7 +33,10 @@ class Health:
         self, store: Store, rank: int, world: int, timeout: float, on_loss: Callable[[PeerError], None]
     ) -> None:
         self._rank, self._world, self._timeout, self._on_loss = rank, world, timeout, on_loss
+        before = sockets.found()
         self._stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]  # for the heart, and for last words
+        self._sockets = sockets.found() - before
+        self.stood_still = 0.0  # seconds, the last time that this whole process did
         self._stop = threading.Event()
         self._contact = time.monotonic()
         self._refused: float | None = None
@@ -56,6 +60,14 @@ class Health:
         for thread in list(self._threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def abort(self) -> None:
+        """Ends waits for a store that does not answer, at the end of the process.
+
+        A thread that came back from one when Python has shut down would take the process down.
+        """
+        self._stop.set()
+        sockets.shut_down(self._sockets)
 
     # -- last words ---------------------------------------------------------------------------------------------
 
@@ -185,7 +197,7 @@ class Health:
         while not self._stop.wait(_PERIOD):
             now = time.monotonic()
             if now - last > 5 * _PERIOD:  # it was this process that stood still: let the heart look again first
-                self._contact = now
+                self._contact, self.stood_still = now, now - last
                 self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
             last = now
             if now - self._contact > self._timeout:

@@ -21,13 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
+from ..collectives import channel, transports
 from ..errors import Unsupported, nearest
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy
 from ..sensitivity.survey import unwrap
+from . import settings
 from .handle import Handle
 from .off import Off
+from .settings import CHECK, checks_results
 
 SWITCH = "GRADZIP"  # off: attach does nothing
 POLICY = "GRADZIP_POLICY"  # a codec's text form, auto, or the path of a plan.json: used instead of what the code says
@@ -73,25 +76,26 @@ def attach(
     ddp = _unwrapped(model)
     _check(ddp)
     optimizers = _optimizers(optimizer)
+    _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport)
     if _switched_off():
         return Off()
     policy = _from_environment() or policy
     if policy is None:
         policy = "gcomp" if optimizers else "gcomp:mode=lossless"
-    settings: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
-    settings["transport"] = transport
+    arguments: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
+    arguments["transport"] = transport
     if isinstance(policy, str) and policy.partition(":")[0] == "auto":
-        return _automatic(ddp, optimizers, policy, settings)
-    return _attached(ddp, optimizers, as_policy(policy), settings)
+        return _automatic(ddp, optimizers, policy, arguments)
+    return _attached(ddp, optimizers, as_policy(policy), arguments)
 
 
 def _attached(
     model: DistributedDataParallel,
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
-    settings: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Handle:
-    handle = Handle(model, optimizers, policy, **settings)  # complains before anything has changed
+    handle = Handle(model, optimizers, policy, **arguments)  # complains before anything has changed
     slot = _slots.get(model)
     if slot is None:
         slot = _slots[model] = _Slot(model.process_group)
@@ -105,7 +109,7 @@ def _automatic(
     model: DistributedDataParallel,
     optimizers: Sequence[torch.optim.Optimizer],
     policy: str,
-    settings: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Handle:
     from ..planner.auto import Auto, Pilot  # who does not plan need not load the planner
 
@@ -117,7 +121,7 @@ def _automatic(
             f"auto plans with one optimizer, and was given {len(optimizers)}: name a codec instead, such as "
             "attach(model, optimizers, 'gcomp'); `gradzip profile` and `gradzip plan` help to choose it"
         )
-    handle = _attached(model, optimizers, Fixed("identity"), settings)
+    handle = _attached(model, optimizers, Fixed("identity"), arguments)
     handle.pilot = Pilot(handle, model, optimizers[0], wanted)
     return handle
 
@@ -194,6 +198,29 @@ def _switched_off() -> bool:
     if word not in ("", "on", "off"):
         raise Unsupported(f"{SWITCH}={word!r}{nearest(word, ('on', 'off'))}: set it to off, to on, or not at all")
     return word == "off"
+
+
+def _compare_settings(
+    model: DistributedDataParallel,
+    policy: str | Codec | Option | Policy | None,
+    scaler: torch.amp.GradScaler | None,
+    timeout: timedelta | None,
+    heartbeat: timedelta | None,
+    transport: str | None,
+) -> None:
+    """Policies themselves are compared with every step; these settings decide whether ranks meet there at all."""
+    alike = {
+        SWITCH: "off" if _switched_off() else "on",
+        CHECK: "1" if checks_results() else "",
+        POLICY: os.environ.get(POLICY, "").strip(),
+        transports.TRANSPORT: os.environ.get(transports.TRANSPORT, "").strip().lower(),
+        "transport=": transport or "",
+        "timeout=": str(timeout or ""),
+        "heartbeat=": str(heartbeat or ""),
+        "scaler=": type(scaler).__name__ if scaler is not None else "",
+        "policy=": policy if isinstance(policy, str) and policy.partition(":")[0] == "auto" else "",
+    }
+    settings.compare(model.process_group, alike, timeout or channel.TIMEOUT)
 
 
 def _from_environment() -> str | Policy | None:

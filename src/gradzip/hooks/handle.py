@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import warnings
@@ -43,6 +42,7 @@ from .metrics import Metrics, Writer
 from .noise import NoiseShare
 from .premises import Premises
 from .progress import Progress
+from .settings import checks_results
 from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from .trace import Tracer
 
 STATE_VERSION = 0
-CHECK = "GRADZIP_CHECK"  # set to 1: all ranks compare their results after each step
 _BEHIND = "the exchange failed when the last gradients were in use already, so that this state is a step behind"
 _CODECS, _POLICY = "codecs", "policy/"  # keys of the state: which codec each parameter had, and what a policy learnt
 
@@ -94,6 +93,7 @@ class Handle:
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
+        self._checks = checks_results()
         self._backward: Backward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
@@ -113,11 +113,11 @@ class Handle:
         self._tracer: Tracer | None = None
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
+        self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
         scheme = _Scheme(ways)
         self._channel.compare(f"{len(self._names)} tensors, {scheme.words}", wait=scheme.whole)
         if self._channel.rank == 0:
-            shapes = {name: (p.shape, p.dtype) for p, name in self._names.items()}
-            report.say(report.at_attach(ways, shapes, self._channel.world))
+            report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
 
@@ -162,8 +162,7 @@ class Handle:
         step beside the median of the last ones, `transport` what carries large messages.
         """
         self._drain()
-        with self._lock:
-            return self._stats()
+        return self._stats_now()
 
     def log(self, writer: Writer, every: int = 100) -> None:
         """From now on, rank 0 hands the means of every so many steps to TensorBoard's SummaryWriter or to a function.
@@ -181,6 +180,10 @@ class Handle:
             except Exception as error:  # of the writer: a full disk must not end the training
                 self._metrics.remove(metrics)
                 self._warn(f"log: the writer failed and will not be called again: {type(error).__name__}: {error}")
+
+    def _stats_now(self) -> dict[str, Any]:
+        with self._lock:
+            return self._stats()
 
     def _stats(self) -> dict[str, Any]:
         sent, world, held = self._totals.bytes_sent, self._channel.world, self._memory.held()
@@ -229,6 +232,7 @@ class Handle:
         if self._behind:
             self._warn(f"{_BEHIND}: {self.error}")
             self._say()
+        self._journal.end()
         self._channel.leave()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -354,8 +358,7 @@ class Handle:
         self._memory.drop()  # what a backward that was broken off has left
         self._log()
         self._say()
-        if self._channel.rank == 0 and self._steps_here and self._steps_here % report.EVERY == 0:
-            report.say(report.in_steps(self.stats()))
+        self._journal.step(self._steps_here)
         read = fetch if self._ahead is None else self._ahead.read
         held = self._scale_held()
         scale = read([held])[0] if held is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -363,7 +366,6 @@ class Handle:
         if ways is not self._scheme.ways:
             self._scheme = _Scheme(ways)
         plain = self._scheme.plain and not self._memory.residuals
-        check = os.environ.get(CHECK, "") not in ("", "0")
         learns = self._learns
         rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
         if self._scheme.whole and self._shapes.renew():
@@ -377,7 +379,7 @@ class Handle:
             self._channel,
             self._memory,
             self._end,
-            check,
+            self._checks,
             self._books,
             rates,
             learns,

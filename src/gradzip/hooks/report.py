@@ -1,4 +1,4 @@
-"""The lines that rank 0 says: at attach, and every few hundred steps.
+"""The lines that rank 0 logs: at attach, after ten steps, every few hundred steps, and at the end.
 
 They go to the logger `gradzip`. Where nobody has set up logging they appear on stderr;
 `logging.getLogger("gradzip").setLevel(logging.WARNING)` keeps them away.
@@ -6,9 +6,12 @@ They go to the logger `gradzip`. Where nobody has set up logging they appear on 
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ import torch
 from ..codecs.lowrank import PowerSGD
 from ..gradients import Way
 
-EVERY = 500  # steps
+FIRST, EVERY = 10, 500  # steps
 
 logger = logging.getLogger("gradzip")
 
@@ -31,8 +34,48 @@ def say(text: str) -> None:
     logger.info(text)
 
 
-def at_attach(ways: Mapping[str, Way], shapes: Mapping[str, tuple[torch.Size, torch.dtype]], world: int) -> str:
-    """Tensors, bytes per step, policy, memory, and what to expect."""
+class Journal:
+    """The lines of one handle on rank 0; the last one comes at detach, or when the process ends."""
+
+    def __init__(self, quiet: bool, stats: Callable[[], Mapping[str, Any]]) -> None:
+        """`stats` must not wait for the exchange: it may be asked when that has failed."""
+        self._stats, self._process = stats, os.getpid()
+        if not quiet:
+            _journals.add(self)
+
+    def step(self, steps: int) -> None:
+        """So many are over."""
+        if self in _journals and (steps == FIRST or (steps and steps % EVERY == 0)):
+            say(in_steps(self._stats()))
+
+    def end(self) -> None:
+        if self in _journals and os.getpid() == self._process:
+            _journals.discard(self)
+            stats = self._stats()
+            if stats["steps_here"]:
+                say(f"ended: {in_steps(stats)}")
+
+
+_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for journal in list(_journals):
+        journal.end()
+
+
+def at_attach(
+    ways: Mapping[str, Way],
+    shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
+    world: int,
+    left_out: Mapping[str, int] | None = None,
+    exact: Mapping[str, str] | None = None,
+) -> str:
+    """Tensors, bytes per step, policy, memory, and what to expect.
+
+    `left_out` counts parameters that are not exchanged, by kind; `exact` says why tensors go lossless in near mode.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for name, way in ways.items():
         groups[f"{way.codec} by {way.route}"].append(name)
@@ -44,7 +87,7 @@ def at_attach(ways: Mapping[str, Way], shapes: Mapping[str, tuple[torch.Size, to
         lines.append(f"{len(names)} x {text}{_expected(names, ways, shapes, raw)}")
     return (
         f"{len(ways)} tensors, {in_words(total)} of gradients in each step of {world} ranks: {'; '.join(lines)}. "
-        f"Error feedback will hold {in_words(kept)}"
+        f"Error feedback will hold {in_words(kept)}{_reasons(exact or {})}{_left_out(left_out or {})}"
     )
 
 
@@ -54,6 +97,18 @@ def in_no_optimizer(names: Sequence[str]) -> str:
         f"no optimizer that attach was given holds {shown}: these gradients are sent lossless. "
         "With several optimizers, attach(model, [first, second])"
     )
+
+
+def _reasons(exact: Mapping[str, str]) -> str:
+    counts = Counter(exact.values())
+    return "".join(
+        f". {count} tensor{'s go' if count > 1 else ' goes'} lossless for now, as {why}"
+        for why, count in counts.items()
+    )
+
+
+def _left_out(counts: Mapping[str, int]) -> str:
+    return "".join(f". {count} {kind}" for kind, count in counts.items() if count)
 
 
 def in_steps(stats: Mapping[str, Any]) -> str:

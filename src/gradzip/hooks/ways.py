@@ -26,6 +26,7 @@ from ..plan import Plan
 from ..policy import PLAIN, Fixed, Policy, Rules, small
 from ..routes import NAMED, Route
 from ..sensitivity.survey import Read, fetch
+from . import report
 
 _Floors = Mapping[torch.Tensor, Floor | torch.Tensor | None]
 _CONSTANT = (Fixed, Rules, Plan)  # policies that answer alike in every step; others are asked in each
@@ -121,6 +122,26 @@ class Ways:
         if changed:
             self._last = self._last | changed
         return self._last
+
+    def described(self, policy: Policy, world: int) -> str:
+        """The line that is logged at attach."""
+        ways = self.of(policy, 1.0)
+        exchanged = {name: p for p, name in self._names.items() if p.requires_grad and p not in self._sparse}
+        unheld = set(self.unheld())  # a line of their own names them
+        exact = {
+            name: sensitivity.why_lossless(self._optimizers, parameter)
+            for graded in self._chosen.graded.values()
+            for parameter, (name, _, exact_way) in graded.items()
+            if name in exchanged.keys() - unheld and ways[name] is exact_way
+        }
+        left_out = {
+            "frozen parameters have no gradients": sum(not p.requires_grad for p in self._names),
+            "parameters with sparse gradients are left to torch": sum(
+                p.requires_grad and p in self._sparse for p in self._names
+            ),
+        }
+        shapes = {name: (p.shape, p.dtype) for name, p in exchanged.items()}
+        return report.at_attach({name: ways[name] for name in exchanged}, shapes, world, left_out, exact)
 
     def _choose(self, options: list[Option]) -> _Chosen:
         chosen = _Chosen({}, {})

@@ -11,5 +11,6 @@ every rank knows it without a word on the wire.
 
 from .near import Grids, floors, rules
 from .paper import reaches
+from .survey import why_lossless
 
-__all__ = ["Grids", "floors", "reaches", "rules"]
+__all__ = ["Grids", "floors", "reaches", "rules", "why_lossless"]

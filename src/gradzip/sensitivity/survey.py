@@ -100,6 +100,22 @@ def survey(
                 yield p, None
 
 
+def why_lossless(optimizers: Sequence[Optimizer], parameter: torch.Tensor) -> str:
+    """Why nothing of this parameter's gradient may be dropped, in words that follow `as`."""
+    holders = [(o, g) for o in optimizers for g in o.param_groups if any(p is parameter for p in g["params"])]
+    if len(holders) != 1:
+        return f"{len(holders)} optimizers train them"
+    optimizer, group = holders[0]
+    kind = type(optimizer)
+    if kind not in KNOWN:
+        return f"{kind.__name__} is not an optimizer that gradzip knows"
+    if parameter.dtype != torch.float32:
+        return f"they are {parameter.dtype}, and grids are defined for float32"
+    if _number(group["lr"]) == 0:
+        return "the learning rate is 0: near mode begins when it is not"
+    return f"no bound on the step is known for the settings of this {kind.__name__}"
+
+
 def warn_lossless(what: str, why: str) -> None:
     """Says once per `what`, on rank 0, that gradients will be larger than they could be."""
     if what in _warned:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ...errors import EngineError
+from . import kernel_cache
 
 KERNELS = Path(__file__).parent / "kernels"
 # One source, in this order: later files use what earlier ones define.
@@ -113,18 +113,11 @@ def _binary(kernel: str, threads: int, least: int, architecture: str) -> bytes:
     """A compiled kernel, from the cache folder where it is there."""
     text = _text(kernel, threads, least)
     key = hashlib.sha256(f"{text}{_OPTIONS}{architecture}{torch.version.cuda}".encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradzip" / "kernels"
-    path = folder / f"{key}.cubin"
-    if path.is_file():
-        return path.read_bytes()
+    known = kernel_cache.read(f"{key}.cubin")
+    if known is not None:
+        return known
     binary = _compile(text, architecture)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(binary)
-        os.replace(file.name, path)  # several processes may compile at once
-    except OSError:
-        pass  # a cache that cannot be written only costs time
+    kernel_cache.write(f"{key}.cubin", binary)
     return binary
 
 
