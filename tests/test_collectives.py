@@ -82,5 +82,5 @@ def test_what_a_later_stage_reads_lives_as_long_as_the_job(monkeypatch: pytest.M
 
 def test_ranks_of_one_version_number_data_alike() -> None:
     """Who changes the tags raises the version: ranks of two versions would wait for each other's data for ever."""
-    job = Job(Agreement("gcomp at step 3"), message._nothing(), message._unset, number=70, first_exchange=4)
+    job = Job(Agreement("gcomp at step 3"), message.no_steps(), message._unset, number=70, first_exchange=4)
     assert (ROW_VERSION, job.tag(Exchange("flat", [], [], number=1))) == (4, 631267333)

@@ -22,6 +22,8 @@ FIRST_STEP = 4  # updates after which second moments say enough
 DEEPEST = -12
 _SECOND = ("exp_avg_sq", "square_avg", "sum", "variance")  # Adam's family; RMSprop; Adagrad; Adafactor's vectors
 _FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))  # torch's Adafactor; that of transformers
+_INFINITY = 0x7F800000  # as the bits of a float32
+AT_ONCE = 1 << 17  # values: what is made of them on the way stays in the cache
 _SAMPLED = 64  # values of each tensor that ranks compare in a step, others in the next
 
 
@@ -50,6 +52,7 @@ class SecondMoments:
         self._optimizers = [each for each in optimizers if type(each).__name__ != "ZeroRedundancyOptimizer"]
         self._names = names
         self._flat = torch.empty(0, dtype=torch.int8)
+        self._scratch = torch.empty(AT_ONCE, dtype=torch.int32)
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
         self._shapes: dict[str, torch.Tensor | None] = {}
@@ -68,7 +71,7 @@ class SecondMoments:
         for parameter, name in self._names.items():
             second = self._second(parameter, name)
             if second is not None:
-                shape = shape_of(second, self._place(name, parameter.numel()))
+                shape = shape_of(second, self._place(name, parameter.numel()), self._scratch)
                 if shape is not None:
                     found[name] = shape
         self._shapes = found
@@ -172,16 +175,23 @@ class SecondMoments:
         return self._places[name]
 
 
-def shape_of(second: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
-    """The shape of flat float32 second moments, written to `out`; None where they are not finite, or all zero."""
+def shape_of(second: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor | None:
+    """The shape of flat float32 second moments, written to `out`; None where they are not finite, or all zero.
+
+    `scratch` is room for some int32: fresh memory would cost more than the work itself.
+    """
+    scratch = torch.empty(AT_ONCE, dtype=torch.int32) if scratch is None else scratch
     if not second.numel():
         return None
-    half = second.contiguous().view(torch.int8)[3::4]  # sign and the upper 7 of 8 bits of the exponent
-    largest = int(half.max())
-    if int(half.min()) < 0 or not bool(second.any()) or (largest == 127 and not bool(second.isfinite().all())):
+    bits = second.contiguous().view(torch.int32)  # ordered like the values themselves, where these are not negative
+    least, most = (int(end) for end in bits.aminmax())
+    if least < 0 or most == 0 or most >= _INFINITY:
         return None
-    torch.sub(half, largest, out=out)
-    return out.clamp_(min=DEEPEST)
+    for start in range(0, bits.numel(), AT_ONCE):
+        part = bits[start : start + AT_ONCE]
+        halves = torch.bitwise_right_shift(part, 24, out=scratch[: part.numel()])  # upper 7 bits of the exponent
+        out[start : start + AT_ONCE] = halves
+    return out.sub_(most >> 24).clamp_(min=DEEPEST)
 
 
 def _product(rows: torch.Tensor, columns: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
