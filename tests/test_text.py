@@ -124,6 +124,8 @@ def test_near_misses_are_named(text: str, message: str) -> None:
         "gcomp:mode=lossless,keep=7",
         "gcomp:ulps=0",
         "gcomp:limit=9",
+        "gcomp:book=shared,refresh=2",
+        "gcomp:refresh=20",
         "gcomp:round=up",
         "gcomp:book=mine",
         "gcomp:own=keep",

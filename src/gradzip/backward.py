@@ -87,6 +87,7 @@ class Backward:
     early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
     all_late: bool = False  # every gradient waits for the last bucket
     book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
+    book_refresh: int = 50  # steps between two shared books
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -108,7 +109,7 @@ class Backward:
             what = f"plain averaging at step {self.number} by torch ({self.words})"
             self._elsewhere = Elsewhere(what, self.group, self.channel, self.fail)
         self._book = self.books.at(self.number) if self.book_limit else None
-        wanted = bool(self.book_limit) and self.books.wants(self.number) and not self.alone
+        wanted = bool(self.book_limit) and self.books.wants(self.number, self.book_refresh) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
 
     def _transforms(self) -> bool:

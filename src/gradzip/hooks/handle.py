@@ -368,6 +368,7 @@ class Handle:
             early=not (learns or self._scheme.graded or self._scheme.plain),
             all_late=self._scheme.all_late,
             book_limit=self._scheme.book_limit,
+            book_refresh=self._scheme.book_refresh,
         )
         begun.compare(self._has_joined(), self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
@@ -481,7 +482,9 @@ class _Scheme:
         self.plain = set(counts) == {PLAIN}
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
-        self.book_limit = min((way.codec.limit for way in ways.values() if shares_book(way.codec)), default=0)
+        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
+        self.book_limit = min((codec.limit for codec in sharing), default=0)
+        self.book_refresh = min((codec.refresh for codec in sharing), default=50)
 
 
 def _progress(policy: Policy) -> Progress | None:
