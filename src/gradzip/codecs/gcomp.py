@@ -166,9 +166,11 @@ def is_reach(floor: torch.Tensor | Floor | None) -> TypeGuard[torch.Tensor]:
 
 def paper_levels(x: torch.Tensor, reach: torch.Tensor, shift: int = 0) -> torch.Tensor:
     """GComp's levels 0 to 3 of flat float32 values: how many n of 6, 12 and 18 have |delta| = reach / |x| > 2^n."""
-    magnitude, reach = x.abs().double(), reach.double() * 2.0**shift
-    levels = [reach > magnitude * 2.0**n for n in (6, 12, 18)]
-    return torch.where(x.isfinite(), torch.stack(levels).sum(0, dtype=torch.int32), 0)
+    scaled, reach = x.abs(), reach * 2.0**shift if shift else reach
+    level = torch.zeros_like(x, dtype=torch.int8)
+    for _ in range(3):
+        level += scaled.mul_(2.0**6) < reach  # exact: products only ever overflow, to an infinity that is not below
+    return level
 
 
 def reach_exponents(x: torch.Tensor, reach: torch.Tensor, shift: int = 0) -> torch.Tensor:
