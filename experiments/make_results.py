@@ -1,7 +1,7 @@
 """Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
 
 What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
-powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables;
+powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt, noise, ...) and stands below the section's tables;
 notes/summary.md stands above all of them. To see what tiny forms of the runs look like on the page:
 python experiments/make_results.py --results FOLDER --tiny --out page.md
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import published
+from noise_section import noise, picture
 from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, seen, table
 from published import Published
 from rank_sections import allreduce, gpt, real_ranks
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "gcomp"))
 import rows as gcomp_rows  # noqa: E402
 
-PAGE = HERE.parent / "docs/results.md"
+PAGE, PICTURE = HERE.parent / "docs/results.md", HERE.parent / "docs/noise.svg"
 NO_DATA = "not run: the data is not at hand"
 
 DIAL = list(gcomp_rows.DIAL)
@@ -256,7 +257,7 @@ in turn, then the library's codecs, error memory and sums do what they do on a c
 real processes under DDP bit for bit (tests/test_workers.py). Where time is the question, real ranks share the GPU over
 an emulated network. One schedule for all rows of a table; a figure with a range is that of several seeds."""
 
-SECTIONS = (powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
+SECTIONS = (noise, powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
 
 
 def page(read: Results) -> str:
@@ -283,6 +284,8 @@ def main() -> None:
         parser.error("--results and --tiny need --out: they do not belong onto the page")
     text = page(Results(options.results, options.tiny))
     options.out.write_text(text)
+    if options.out == PAGE:
+        PICTURE.write_text(picture(Results(options.results)))
     print(f"{options.out}: {text.count(NOT_RUN)} places are not run yet")
     silent = [section.__name__ for section in SECTIONS if not _notes(section.__name__).exists()]
     if silent:

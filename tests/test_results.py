@@ -48,6 +48,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_follows_the_results(results: ModuleType) -> None:
     assert results.PAGE.read_text() == results.page(results.Results(FOLDER)), "run python experiments/make_results.py"
+    assert results.PICTURE.read_text() == results.picture(results.Results(FOLDER)), "the same command writes it"
 
 
 def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:
