@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import published
+from espresso_section import espresso
+from float32_section import float32
 from noise_section import noise, picture
 from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, seen, table
 from published import Published
@@ -216,13 +218,15 @@ def rates(read: Results) -> str:
         head += [f"bits, `{codec.removeprefix('bits ')}`" for codec in codecs]
         parts.append(f"### {title}\n\n{table(head, lines)}" if lines else f"### {title}\n\n{NOT_RUN}")
     intro = (
-        "## GComp: gradients over training\n\nFigures 2, 3, 9 and 14: exact zeros, how many values the 15 "
+        "## GComp: gradients over training\n\nFigures 2, 3 and 9: exact zeros, how many values the 15 "
         "most frequent exponents cover, the levels that GComp's rule would choose (how many bits of the mantissa it "
         "drops; zeros have none), and bits per value by mode, of worker 0's matrices (of 32). "
         f"The paper reports {published.GCOMP_RATE['ResNet-50']} % (ResNet-50, ImageNet) and "
         f"{published.GCOMP_RATE['BERT-base']} % (BERT-base, SST) of float32's size, which is 10.5 and 11.7 bits, with "
         f"{published.GCOMP_ZEROS['ResNet-50']} % and {published.GCOMP_ZEROS['BERT-base']} % zeros. Its rate rests on "
-        "those zeros; the `mode=paper` column is its own method on our gradients."
+        "those zeros. The columns *levels* and `mode=paper` here are older than the exact rule |delta| > 2^n and of "
+        "BF16 autocast: they took |A / B| as the power of two below it, which cuts about half a bit less. The "
+        "next section has the rule as published, in float32, and Figure 14."
     )
     return "\n\n".join([intro, *parts])
 
@@ -241,7 +245,9 @@ def stale(read: Results) -> str:
     intro = (
         "## GComp: code books that are out of date\n\nFigure 12: bits per exponent as per cent of 8, native / cut at 8 "
         "bits with an escape (GComp's) / limited (gradzip's). S1 to S4 are gradients at 5, 35, 65 and 95 % of "
-        "training. *Relative* symbols are those of gradzip's format. The paper's rows have native / cut."
+        "training. *Relative* symbols are those of gradzip's format; their percentages are of values in blocks that "
+        "are not all zeros (such blocks cost no code), those of raw symbols of all values, so the two do not "
+        "compare where there are zeros. The paper's rows have native / cut."
     )
     return "\n\n".join([intro, table(head, [*theirs, *lines]), "" if lines else NOT_RUN]).rstrip()
 
@@ -257,7 +263,7 @@ in turn, then the library's codecs, error memory and sums do what they do on a c
 real processes under DDP bit for bit (tests/test_workers.py). Where time is the question, real ranks share the GPU over
 an emulated network. One schedule for all rows of a table; a figure with a range is that of several seeds."""
 
-SECTIONS = (noise, powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
+SECTIONS = (noise, powersgd, accordion, dial, rates, float32, stale, real_ranks, allreduce, espresso, gpt)
 
 
 def page(read: Results) -> str:
