@@ -30,7 +30,7 @@ from .own import find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")
-SHORTEST_REFRESH = 3  # steps: a new book is due two steps after its exponents were counted (refresh.py)
+REFRESH, SHORTEST_REFRESH = 50, 3  # steps: a new book is due two steps after its exponents were counted (refresh.py)
 
 
 @register
@@ -51,7 +51,7 @@ class GComp(Lossy):
     own: str = "auto"  # near: a rank's own gradient, before it is summed, goes `near` too, or `lossless`; auto: smaller
     limit: int = 8  # longest Huffman code
     book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
-    refresh: int = 50  # steps between two shared books; 50 is GComp's own example
+    refresh: int = REFRESH  # steps between two shared books; 50 is GComp's own example
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +80,7 @@ class GComp(Lossy):
                 f"gcomp:refresh={self.refresh}: at least {SHORTEST_REFRESH}, as a book is in use from the second step "
                 "after its exponents were counted"
             )
-        if self.refresh != 50 and self.book != "shared":
+        if self.refresh != REFRESH and self.book != "shared":
             raise Unsupported(f"gcomp:refresh={self.refresh} is for book=shared, and this codec has book={self.book}")
         if self.lossless and self.feedback not in ("auto", "false"):
             raise Unsupported(f"gcomp:feedback={self.feedback}: mode lossless loses nothing that could be fed back")
