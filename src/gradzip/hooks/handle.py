@@ -425,6 +425,7 @@ class Handle:
             book_limit=self._scheme.book_limit,
             shapes=self._shapes,
             shapes_version=self._shapes_version,
+            book_refresh=self._scheme.book_refresh,
         )
         joined = self._has_joined()
         begun.compare(joined, self._warn)
@@ -445,8 +446,7 @@ class Handle:
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         joins = model is not None and model._join_config.enable
-        check = os.environ.get(CHECK, "") not in ("", "0")
-        self._note(lambda: runner.begin(self._steps, use_shapes=not joins, compare_results=check))
+        self._note(lambda: runner.begin(self._steps, use_shapes=not joins, compare_results=self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
 
@@ -587,7 +587,9 @@ class _Scheme:
         self.whole = any(way.whole is not None for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
-        self.book_limit = min((way.codec.limit for way in ways.values() if shares_book(way.codec)), default=0)
+        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
+        self.book_limit = min((codec.limit for codec in sharing), default=0)
+        self.book_refresh = min((codec.refresh for codec in sharing), default=50)
 
 
 def _progress(policy: Policy) -> Progress | None:

@@ -154,7 +154,7 @@ class Ways:
                 lowrank.load(self._device)  # here, on the user's thread, which may want it as well
             way = chosen.ways[name] = self._way(codec, option, parameter)
             if isinstance(codec, GComp) and codec.mode in ("near", "paper"):
-                exact = self._way(GComp(mode="lossless", limit=codec.limit, book=codec.book), option, parameter)
+                exact = self._way(codec.exact, option, parameter)
                 chosen.graded.setdefault(codec, {})[parameter] = _Graded(name, way, exact)
         return chosen
 
