@@ -28,6 +28,7 @@ WORDS = {
     "to": ["bf16", "fp16"],
     "norm": ["max", "l2"],
     "feedback": ["auto", "true", "false", "bf16", "cpu"],
+    "share": [0.01, 0.001, 0.25],
 }
 
 
