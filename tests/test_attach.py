@@ -306,7 +306,7 @@ def test_mistakes_are_named_at_once(varied: list[dict[str, Any]]) -> None:
     assert "two parameters are called 'weight'" in said["names"]
     assert "DistributedDataParallel" in said["bare"]
     assert "optimizer" in said["near"]
-    assert "did you mean 'powersgd'" in said["codec"]
+    assert "Did you mean 'powersgd'" in said["codec"]
     assert "alltoall" in said["route"]
     assert "CPU" in said["device"]
     assert "set_policy" in said["twice"]

@@ -229,7 +229,7 @@ def test_the_environment_has_the_last_word(seen: list[dict[str, Any]]) -> None:
         assert "did you mean 'off'" in said["of"] or "set it to off" in said["of"]
         assert said["policy"] == "cast"
         assert said["plan"] == "zlib"
-        assert "did you mean 'topk'" in said["tokp"]
+        assert "Did you mean 'topk'" in said["tokp"]
 
 
 @pytest.mark.parametrize(

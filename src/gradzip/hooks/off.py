@@ -28,7 +28,8 @@ class Off(Handle):
         """The same keys, and nothing to count."""
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
         seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
-        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "transport": ""}
+        empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "noise": {}}
+        empty |= {"runner": "", "transport": ""}
         return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0} | empty
 
     def log(self, writer: Writer, every: int = 100) -> None:
