@@ -1,4 +1,4 @@
-// The codec noise for AVX2. Lanes are coded by the plain loops: on the processors measured, gathers are no faster.
+// The codec noise for AVX2. Lanes are coded by the plain loops.
 #include <immintrin.h>
 
 #include "noise.h"
