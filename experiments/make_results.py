@@ -1,7 +1,7 @@
 """Writes docs/results.md from the experiments' CSV files: python experiments/make_results.py
 
 What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
-powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt) and stands below the section's tables;
+powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt, noise, ...) and stands below the section's tables;
 notes/summary.md stands above all of them. To see what tiny forms of the runs look like on the page:
 python experiments/make_results.py --results FOLDER --tiny --out page.md
 """
@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import published
+from espresso_section import espresso
+from float32_section import float32
+from noise_section import noise, picture
 from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, seen, table
 from published import Published
 from rank_sections import allreduce, gpt, real_ranks
@@ -24,7 +27,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "gcomp"))
 import rows as gcomp_rows  # noqa: E402
 
-PAGE = HERE.parent / "docs/results.md"
+PAGE, PICTURE = HERE.parent / "docs/results.md", HERE.parent / "docs/noise.svg"
 NO_DATA = "not run: the data is not at hand"
 
 DIAL = list(gcomp_rows.DIAL)
@@ -215,13 +218,15 @@ def rates(read: Results) -> str:
         head += [f"bits, `{codec.removeprefix('bits ')}`" for codec in codecs]
         parts.append(f"### {title}\n\n{table(head, lines)}" if lines else f"### {title}\n\n{NOT_RUN}")
     intro = (
-        "## GComp: gradients over training\n\nFigures 2, 3, 9 and 14: exact zeros, how many values the 15 "
+        "## GComp: gradients over training\n\nFigures 2, 3 and 9: exact zeros, how many values the 15 "
         "most frequent exponents cover, the levels that GComp's rule would choose (how many bits of the mantissa it "
         "drops; zeros have none), and bits per value by mode, of worker 0's matrices (of 32). "
         f"The paper reports {published.GCOMP_RATE['ResNet-50']} % (ResNet-50, ImageNet) and "
         f"{published.GCOMP_RATE['BERT-base']} % (BERT-base, SST) of float32's size, which is 10.5 and 11.7 bits, with "
         f"{published.GCOMP_ZEROS['ResNet-50']} % and {published.GCOMP_ZEROS['BERT-base']} % zeros. Its rate rests on "
-        "those zeros; the `mode=paper` column is its own method on our gradients."
+        "those zeros. The columns *levels* and `mode=paper` here are older than the exact rule |delta| > 2^n and of "
+        "BF16 autocast: they took |A / B| as the power of two below it, which cuts about half a bit less. The "
+        "next section has the rule as published, in float32, and Figure 14."
     )
     return "\n\n".join([intro, *parts])
 
@@ -240,7 +245,9 @@ def stale(read: Results) -> str:
     intro = (
         "## GComp: code books that are out of date\n\nFigure 12: bits per exponent as per cent of 8, native / cut at 8 "
         "bits with an escape (GComp's) / limited (gradzip's). S1 to S4 are gradients at 5, 35, 65 and 95 % of "
-        "training. *Relative* symbols are those of gradzip's format. The paper's rows have native / cut."
+        "training. *Relative* symbols are those of gradzip's format; their percentages are of values in blocks that "
+        "are not all zeros (such blocks cost no code), those of raw symbols of all values, so the two do not "
+        "compare where there are zeros. The paper's rows have native / cut."
     )
     return "\n\n".join([intro, table(head, [*theirs, *lines]), "" if lines else NOT_RUN]).rstrip()
 
@@ -256,7 +263,7 @@ in turn, then the library's codecs, error memory and sums do what they do on a c
 real processes under DDP bit for bit (tests/test_workers.py). Where time is the question, real ranks share the GPU over
 an emulated network. One schedule for all rows of a table; a figure with a range is that of several seeds."""
 
-SECTIONS = (powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt)
+SECTIONS = (noise, powersgd, accordion, dial, rates, float32, stale, real_ranks, allreduce, espresso, gpt)
 
 
 def page(read: Results) -> str:
@@ -283,6 +290,8 @@ def main() -> None:
         parser.error("--results and --tiny need --out: they do not belong onto the page")
     text = page(Results(options.results, options.tiny))
     options.out.write_text(text)
+    if options.out == PAGE:
+        PICTURE.write_text(picture(Results(options.results)))
     print(f"{options.out}: {text.count(NOT_RUN)} places are not run yet")
     silent = [section.__name__ for section in SECTIONS if not _notes(section.__name__).exists()]
     if silent:

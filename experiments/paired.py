@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+sys.path.append(str(HERE / "noise"))
+import analysis  # noqa: E402
 from series import append, shared_gpu  # noqa: E402
 from workers import noise, paired  # noqa: E402
 
@@ -110,7 +113,26 @@ def queue_page(results: Path) -> str:
         if row["device"] == GPU:  # a group of texts has divided its seconds among its runs already
             spent += float(row["seconds"]) / (int(row["beside"]) if row["task"] in paired.PHOTOS else 1)
     text = (HERE / "notes/queue.md").read_text()
-    return text.format(table="\n".join(lines), left=f"{left / 60:.0f}", spent=f"{spent / 60:.1f}")
+    needed = "\n".join(_needed(results, guess))
+    return text.format(table="\n".join(lines), needed=needed, left=f"{left / 60:.0f}", spent=f"{spent / 60:.1f}")
+
+
+def _needed(results: Path, guess: Guess) -> Iterator[str]:
+    """What would bound each task's loss at 1 %; a seed has the runs that the queue gives the task's first."""
+    rows, module = read(results), rows_module()
+    for task in dict.fromkeys(group.task for group in module.QUEUE):
+        found = analysis.slope(rows, task)
+        if found is None:
+            yield f"| {task} | 0 | | | | | |"
+            continue
+        first = next(group for group in module.QUEUE if group.task == task)
+        each = sum(seed == first.runs[0][0] for seed, _ in first.runs)
+        wanted, at_one = analysis.seeds_needed(found.at_one), found.at_one
+        runs = each * max(0, wanted - at_one.count) if wanted else 0
+        seconds = guess(task, runs) / (TOGETHER if task in paired.PHOTOS else 1)
+        spread = f"{analysis.deviation(at_one):.3f}" if at_one.count > 1 else ""
+        to_go = f"{runs} | {seconds:.0f}" if wanted else "| "
+        yield f"| {task} | {at_one.count} | {at_one} | {spread} | {wanted or 'none is enough'} | {to_go} |"
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -1,8 +1,6 @@
 // Frames of the codec noise: levels, blocks, notches, sums of ranks; and its entry points of gradzip.h.
 #include "noise.h"
 
-#include <mutex>
-
 #include "body.h"
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -187,8 +185,8 @@ void put_lists(Work& w, int rows, const int8_t* h_of, uint8_t*& to, const std::v
     }
 }
 
-// Head, mask, lengths and lanes around the planes, which lie at `planes` already. Returns where the lists go.
-uint8_t* put_frame(Work& w, uint8_t* block, int number, bool masked, uint8_t* planes_end) {
+// Head, lengths and lanes around mask and planes, which are in place already. Returns where the lists go.
+uint8_t* put_lanes(Work& w, uint8_t* block, int number, bool masked, uint8_t* planes_end) {
     int least = w.length[0], most = least;
     for (int j = 1; j < kLanes; j++) {
         least = std::min(least, w.length[j]);
@@ -213,8 +211,8 @@ uint8_t* put_frame(Work& w, uint8_t* block, int number, bool masked, uint8_t* pl
     return to;
 }
 
-// Encodes the block whose integers are in work.q, `count` of them, into `block`, which has kBlockRoom bytes. fill_wide puts the same integers as
-// floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
+// Encodes the block whose integers are in work.q, `count` of them, into `block`, which has kBlockRoom bytes. fill_wide puts
+// the same integers as floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
 template <typename FillWide>
 int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uint8_t* block, FillWide fill_wide) {
     const int total = (count + kRow - 1) / kRow;
@@ -244,7 +242,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
         const Table& code = table(table_of(number));
         const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
         use->encode_lanes(w.pairs, rows, code, ahead, w);
-        to = put_frame(w, block, number, masked, planes + rows * low * (kRow / 8));
+        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         if (escapes) {
             const int half = 1 << low >> 1;
             for (int g = 0; g < 2 * rows; g++)
@@ -293,7 +291,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
             w.used[i] = int8_t(h);
         }
         use->encode_lanes(w.pairs, rows, table(table_of(number)), ahead, w);
-        to = put_frame(w, block, number, masked, planes + rows * low * (kRow / 8));
+        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         put_lists(w, rows, w.used, to, giants);
     }
     int size = int(to - block);

@@ -14,22 +14,17 @@ inline float power_of_two(int exponent) {  // -126 to 127
     return value;
 }
 
-inline float floor_of(float t) {  // std::floor, which is a call where the base instruction set has none
-    if (!(std::fabs(t) < 8388608.0f)) return t;
-    const float whole = float(int32_t(t));
-    return whole > t ? whole - 1.0f : whole;
-}
-
 // The integer of one value as a float, which holds all of them.
 inline float rounded(float x, const Rounding& how, uint32_t number) {
     float t = x * how.scale;
     if (how.shape) t *= power_of_two(-how.shape[number]);
-    const float k = floor_of(t);
-    const float above = (t - k) * 16777216.0f;
+    if (!(std::fabs(t) < 8388608.0f)) return t;  // an integer already, or not finite
+    // In integers, so that no branch is left: half of all would be guessed wrong.
+    int32_t k = int32_t(t);
+    k -= float(k) > t;
     const uint32_t draw = (mix((how.first + number) ^ how.key) + how.add) >> 8;
-    // Only a finite t gets here with a number; 2^24 - draw is exact.
-    const float q = above >= float(int32_t(16777216u - draw)) ? k + 1.0f : k;
-    return q == 0 ? 0.0f : q;
+    k += (t - float(k)) * 16777216.0f >= float(int32_t(16777216u - draw));  // both sides are exact
+    return float(k);
 }
 
 inline double squares_plain(const uint8_t* x, int n) {

@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 from training import same, start
 
-from gradzip import Fixed, refresh
+from gradzip import Fixed
 from gradzip.collectives.coder import TensorCoder
 
 
@@ -45,8 +45,7 @@ def test_replicas_that_differ_are_found_out() -> None:
 
 
 def refreshed(rank: int) -> dict[str, Any]:
-    refresh.EVERY = 4
-    shared, lossless = start(Fixed("gcomp:mode=lossless,book=shared")), start(Fixed("gcomp:mode=lossless"))
+    shared, lossless = start(Fixed("gcomp:mode=lossless,book=shared,refresh=4")), start(Fixed("gcomp:mode=lossless"))
     assert shared.handle is not None
     seen = []
     for step in range(8):

@@ -39,6 +39,7 @@ LAYERS = {
     "planner": 6,
     "gradients": 7,
     "backward": 8,
+    "streamed": 8,
     "hooks": 9,
     "capture": 9,
     "demo": 11,

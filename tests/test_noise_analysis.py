@@ -63,6 +63,17 @@ def test_interval_is_students() -> None:
     assert found.half == pytest.approx(4.303 / 3**0.5)
 
 
+def test_seeds_needed_are_the_fewest_whose_bound_is_below_the_limit() -> None:
+    spread = [0.02, 0.05, 0.08]  # standard deviation 0.03
+    found = analysis.interval(spread)
+    assert analysis.deviation(found) == pytest.approx(0.03)
+    count = analysis.seeds_needed(found)
+    assert count == 4
+    assert 0.05 + 3.182 * 0.03 / 4**0.5 < analysis.LIMIT < 0.05 + 4.303 * 0.03 / 3**0.5
+    assert analysis.seeds_needed(analysis.interval([0.2, 0.3])) is None
+    assert analysis.seeds_needed(analysis.interval([0.01])) is None
+
+
 def test_noise_scale_is_that_of_the_model() -> None:
     g, s, batch, world = 2.0, 96.0, 16, 4
     row = {"task": "t", "row": "plain", "workers": str(world)}

@@ -18,6 +18,7 @@ from gradzip import emulate
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 sys.path.append(str(FOLDER))
+from workers import pictures as pictures_module  # noqa: E402
 from workers import running, tasks  # noqa: E402
 from workers.pictures import ResNet18  # noqa: E402
 from workers.running import FIELDS, Run  # noqa: E402
@@ -48,6 +49,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_follows_the_results(results: ModuleType) -> None:
     assert results.PAGE.read_text() == results.page(results.Results(FOLDER)), "run python experiments/make_results.py"
+    assert results.PICTURE.read_text() == results.picture(results.Results(FOLDER)), "the same command writes it"
 
 
 def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:
@@ -95,6 +97,47 @@ def test_a_tiny_run(task: str, policy: str, probe: str, pictures: Path) -> None:
         assert stale
     else:
         assert not found
+
+
+def test_a_tiny_run_of_gcomp_as_published(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels and zeros are all values; levels save what they save, and training by them stays close to plain."""
+    monkeypatch.syspath_prepend(str(FOLDER / "gcomp"))
+    published = importlib.import_module("float32")
+    plain, (look,) = published.run("cifar", "plain", pictures, 2)
+    assert sum(look[f"level{i}"] for i in range(4)) + look["zeros"] == pytest.approx(1, abs=1e-4)
+    cut = sum(6 * i * look[f"level{i}"] for i in range(4))
+    assert look["four levels"] == pytest.approx(100 * (26 - cut - 18 * look["zeros"]) / 24, abs=0.1)
+    assert look["pruned, four levels"] <= look["four levels"]
+    assert look["bits gcomp:mode=paper"] < look["bits gcomp:mode=lossless"]
+    coded, none = published.run("cifar", "paper", pictures, 2)
+    assert not none
+    assert float(coded["own_bits"]) < 32
+    assert float(coded["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-4)
+
+
+def test_policies_in_the_results_are_those_of_the_dial(results: ModuleType) -> None:
+    for row in results.Results(FOLDER)("gcomp/results.csv"):
+        if row["row"] in results.gcomp_rows.DIAL:
+            assert row["policy"] == results.gcomp_rows.DIAL[row["row"]][0]
+
+
+def test_senet_is_the_published_net_but_for_short_schedules() -> None:
+    """Counted as in the net's public form for CIFAR; the other one has a batch norm of 512 channels more."""
+    published, normed = pictures_module.SeNet18(), pictures_module.SeNet18Normed()
+    assert sum(p.numel() for p in published.parameters()) == 11_260_354
+    assert sum(p.numel() for p in normed.parameters()) == 11_260_354 + 2 * 512
+    assert all(bool(block.conv2.weight.any()) for block in published.blocks)
+    assert not any(bool(block.conv2.weight.any()) for block in normed.blocks)
+
+
+def test_plans_are_compared_with_the_best_entry_of_their_menu() -> None:
+    rows = [
+        {"model": "m", "rate": "r", "plan": plan, "predicted_s": "1", "measured_s": str(seconds)}
+        for plan, seconds in (("plain", 3), ("lossless", 2), ("keep7", 1), ("planned", 2.2), ("planned-lossy", 0.9))
+    ]
+    compared = importlib.import_module("espresso_section").compared(rows)
+    assert [best["plan"] for _, best, _ in compared] == ["lossless", "keep7"]
+    assert [round(slower, 3) for *_, slower in compared] == [0.1, -0.1]
 
 
 def test_sizes_are_the_papers() -> None:

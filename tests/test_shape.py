@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
 
+import emulated
 import pytest
 import torch
 from conftest import generator, special
 from torch import nn
 
+from gradzip.engines.cuda import launch
+from gradzip.engines.cuda import noise as kernels
 from gradzip.sensitivity.shape import DEEPEST, SecondMoments, shape_of
 
 
@@ -51,13 +56,17 @@ OPTIMIZERS = {
 }
 
 
-def trained(make: object, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[torch.Tensor, str]]:
+def trained(
+    make: object, steps: int, device: str = "cpu"
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[torch.Tensor, str]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)).to(
+        device, memory_format=torch.channels_last
+    )
     optimizer = make(model.parameters())  # type: ignore[operator]
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(4, 3, 6, 6)).square().sum().backward()
+        model(torch.randn(4, 3, 6, 6, device=device)).square().sum().backward()
         optimizer.step()
     return model, optimizer, {p: name for name, p in model.named_parameters()}
 
@@ -134,3 +143,52 @@ def test_sums_differ_where_shapes_do() -> None:
     for step in range(3):
         differs = (source.sums(step) != before[step]).tolist()
         assert differs == [name == "2.bias" for name in source.names]
+
+
+# --- By kernels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    emulated.install()
+    kernels._load.cache_clear()
+    yield "cpu"
+    launch.emulator = None
+    kernels._load.cache_clear()
+
+
+def test_kernels_make_the_same_shapes(device: str) -> None:
+    wide = torch.randn(9000, generator=generator()).mul(4).exp()
+    seconds = [wide, wide[:1], wide[:4097] * 1e-38, torch.full((9,), 1e-41), torch.zeros(70), wide.neg()]
+    seconds += [torch.tensor([1.0, value, 3.0]) for value in (math.nan, math.inf, -0.0, 3e38, 0.0)]
+    there = [second.to(device) for second in seconds]
+    shapes = [torch.full((second.numel(),), 99, dtype=torch.int8, device=device) for second in seconds]
+    shaper = kernels.Shaper(there, shapes)
+    for _ in range(2):
+        shaper.run()
+        for second, shape in zip(seconds, shapes):
+            expected = shape_of(second, torch.empty(second.numel(), dtype=torch.int8))
+            assert shape.tolist() == (expected.tolist() if expected is not None else [0] * second.numel())
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "Adafactor", "SGD"])
+def test_shapes_on_a_stream_are_those_of_the_host(device: str, kind: str) -> None:
+    makes = {name: make for name, (make, _) in OPTIMIZERS.items()}
+    makes |= {"Adafactor": lambda ps: torch.optim.Adafactor(ps), "SGD": lambda ps: torch.optim.SGD(ps, 0.1)}
+    model, optimizer, names = trained(makes[kind], 2, device)
+    host, stream = SecondMoments([optimizer], names), SecondMoments([optimizer], names, on_stream=True)
+    for step in range(5):
+        if step == 4:  # loading a state moves all tensors
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert host.renew() == stream.renew()
+        for name, expected in zip(names.values(), host.of(list(names.values()))):
+            (found,) = stream.of([name])
+            assert (found is None) == (expected is None)
+            assert found is None or torch.equal(found.cpu(), expected.cpu())
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 6, 6).to(device)).square().sum().backward()
+        optimizer.step()
+    assert bool(stream.names) == (kind != "SGD")

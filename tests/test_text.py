@@ -27,8 +27,8 @@ WORDS = {
     "book": ["frame", "shared"],
     "to": ["bf16", "fp16"],
     "norm": ["max", "l2"],
-    "share": ["1%", "2.5%", "0.0001", 0.3, 0.01],
     "feedback": ["auto", "true", "false", "bf16", "cpu"],
+    "share": ["1%", "2.5%", "0.0001", 0.3, 0.01, "30%", "0"],
 }
 
 
@@ -134,6 +134,8 @@ def test_near_misses_are_named(text: str, message: str) -> None:
         "gcomp:mode=lossless,keep=7",
         "gcomp:ulps=0",
         "gcomp:limit=9",
+        "gcomp:book=shared,refresh=2",
+        "gcomp:refresh=20",
         "gcomp:round=up",
         "gcomp:book=mine",
         "gcomp:own=keep",

@@ -112,6 +112,13 @@ class Ranks:
         return torch.full((x.numel(),), -6, dtype=torch.int8) if self.codec.mode == "paper" else None
 
 
+def test_reaches_are_coded_piece_by_piece() -> None:
+    """They are compared with the values that are encoded, and of a sum those are known only when it is formed."""
+    codec, x = parse("gcomp:mode=paper"), torch.randn(5000)
+    assert coding_together(codec, [x], [Context(floor=torch.zeros(5000, dtype=torch.int8))], [False]) is not None
+    assert coding_together(codec, [x], [Context(floor=torch.ones(5000))], [False]) is None
+
+
 def drive(ranks: list[Steps]) -> None:
     """Advances all ranks from exchange to exchange."""
     received: list[Any] = [None] * len(ranks)

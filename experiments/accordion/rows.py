@@ -25,4 +25,4 @@ ROWS = [
 ]
 
 # Table 2, where --data has CIFAR-100: python experiments/series.py accordion-100
-CIFAR100 = [*_net("accordion-resnet18-100", 2, 1), *_net("accordion-senet-100", 4, 1)]
+CIFAR100 = [*_net("accordion-resnet18-100", 2, 1), *_net("accordion-senet-100", 2, 1)]

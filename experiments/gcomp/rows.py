@@ -1,7 +1,7 @@
 """The rows of the dial on four tasks, with the number of seeds.
 
-Own gradients go in near mode in all rows but the two that say otherwise, as they did in the first runs, whose policy in
-results.csv is `gcomp` for what is `gcomp:own=near` now. The page shows the policies of this file.
+Own gradients go in near mode in all rows but the two that say otherwise. The first runs were made when that was the
+default and had no name; their policies in results.csv were since written as they are here.
 """
 
 from workers.running import Run

@@ -89,6 +89,26 @@ def slope(rows: Sequence[Row], task: str, most: float = 1.0, figure: str = "loss
     return Slope(found, interval(curves) if curves else None, at_one, at_one.upper < LIMIT)
 
 
+def deviation(found: Interval) -> float:
+    """The standard deviation between seeds that an interval was made of."""
+    return found.half * found.count**0.5 / _T[min(found.count - 1, len(_T)) - 1]
+
+
+def seeds_needed(at_one: Interval, limit: float = LIMIT) -> int | None:
+    """How many seeds an upper bound below the limit takes, if they scatter as those that are there.
+
+    A mean below 0 is taken as 0: nobody expects noise to help. None if the mean is at the limit already, or there is
+    one seed only.
+    """
+    if at_one.count < 2 or at_one.mean >= limit:
+        return None
+    mean, sigma = max(at_one.mean, 0.0), deviation(at_one)
+    for count in range(2, 1000):
+        if mean + _T[min(count - 1, len(_T)) - 1] * sigma / count**0.5 < limit:
+            return count
+    return None
+
+
 def _two_terms(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """y = p x + q x^2 by least squares."""
     a, b, c = (sum(x**k for x, _ in pairs) for k in (2, 3, 4))

@@ -155,8 +155,10 @@ def exchange(training: Training, ranks: list[torch.Tensor], text: str) -> Exchan
     sum_frame = codec.encode(sum_in_order(coded), sum_context)
     mean = codec.decode(sum_frame, sum_context) / len(ranks)
     total = torch.stack(coded).double().sum(0)
-    exact = (_rounded if near else _cut)(total, floors.double() + shift)
-    exact = torch.where(floors == EXACT, total, exact) / len(ranks)
+    if near:
+        exact = torch.where(floors == EXACT, total, _rounded(total, floors.double() + shift)) / len(ranks)
+    else:
+        exact = _cut(total, floors.double() * 2.0**shift) / len(ranks)
     values = floors.numel()
     return Exchange(mean, exact, 8 * frames[0].numel() / values, 8 * sum_frame.numel() / values)
 
@@ -170,7 +172,7 @@ def _rounded(total: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 def _cut(total: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
     """Paper mode's mapping of a sum that float32 could not hold."""
     exponent = torch.frexp(total).exponent.double() - 1
-    level = torch.stack([reach - exponent - 1 >= n for n in (6, 12, 18)]).double().sum(0)
+    level = torch.stack([reach > total.abs() * 2.0**n for n in (6, 12, 18)]).double().sum(0)
     grid = torch.exp2(exponent - 23 + 6 * level)
     return torch.where(level > 0, (total / grid).trunc() * grid, total)
 

@@ -83,7 +83,6 @@ class SqueezeBlock(nn.Module):
         super().__init__()
         self.bn1, self.conv1 = nn.BatchNorm2d(inside), _conv(inside, outside, stride)
         self.bn2, self.conv2 = nn.BatchNorm2d(outside), _conv(outside, outside)
-        nn.init.zeros_(self.conv2.weight)  # starts as its shortcut, like Block
         self.narrow, self.widen = (
             nn.Conv2d(outside, max(1, outside // 16), 1),
             nn.Conv2d(max(1, outside // 16), outside, 1),
@@ -116,11 +115,20 @@ class ResNet18(nn.Module):
 
 
 class SeNet18(ResNet18):
-    """Pre-activation blocks leave their sum as it is, so it is normalised before the head: else it grows until NaN."""
+    """The net of Accordion's study: pre-activation blocks, and no norm between the last sum and the head."""
 
     def __init__(self, classes: int = 10, width: int = 64) -> None:
         super().__init__(classes, width, SqueezeBlock)
+
+
+class SeNet18Normed(SeNet18):
+    """For short schedules: the last sum is normalised, as it grows until NaN; blocks start as their shortcuts."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__(classes, width)
         self.last = nn.Sequential(nn.BatchNorm2d(self.head.in_features), nn.ReLU())
+        for block in self.blocks:
+            nn.init.zeros_(block.conv2.weight)
 
 
 class Vgg19(nn.Module):
@@ -142,4 +150,4 @@ class Vgg19(nn.Module):
         return logits
 
 
-NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": SeNet18}
+NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": SeNet18, "senet18-normed": SeNet18Normed}

@@ -14,9 +14,8 @@ import torch
 
 import gradzip
 from gradzip.codecs import Context, parse
-from gradzip.codecs.gcomp import GComp
+from gradzip.codecs.gcomp import GComp, paper_levels
 from gradzip.collectives import flatten
-from gradzip.engines.layout import EXACT
 from gradzip.policy import small
 
 from .stacked import StackedWorkers
@@ -92,14 +91,10 @@ class Rates:
         """The parts of the values that GComp's rule cuts by 0, 6, 12 and 18 bits."""
         reaches, counts = gradzip.reaches(self._task.optimizer), torch.zeros(4, dtype=torch.int64)
         for name, parameter in self._matrices:
-            reach = flatten(reaches[parameter], parameter).to(torch.int32) if parameter in reaches else None
-            exponent = (gradients[name].view(torch.int32) >> 23) & 255
-            level = torch.zeros_like(exponent)
-            if reach is not None:
-                span = reach - (exponent - 127) - 1
-                level = (span >= 6).int() + (span >= 12).int() + (span >= 18).int()
-                level = torch.where((reach == EXACT) | (exponent == 255), 0, level)
-            counts += torch.bincount(level[exponent > 0].long(), minlength=4).cpu()
+            gradient = gradients[name]
+            reach = flatten(reaches[parameter], parameter) if parameter in reaches else torch.zeros_like(gradient)
+            there = gradient.abs() >= torch.finfo(torch.float32).tiny  # the rest is coded as zero
+            counts += torch.bincount(paper_levels(gradient, reach)[there], minlength=4).cpu()
         return [float(count) / values for count in counts]
 
     def _bits(self, text: str, gradients: dict[str, torch.Tensor], values: int, step: int) -> float:

@@ -145,7 +145,7 @@ class AccordionVgg(AccordionCifar):
 
 
 class AccordionSenet(AccordionCifar):
-    net = "senet18"
+    net = "senet18-normed"
 
 
 class AccordionCifar100(AccordionCifar):

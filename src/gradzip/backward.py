@@ -96,6 +96,7 @@ class Backward:
     book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
     shapes: SecondMoments = field(default_factory=lambda: SecondMoments([], {}))
     shapes_version: object = None  # another one when other gradients have a shape
+    book_refresh: int = 50  # steps between two shared books
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
@@ -119,7 +120,7 @@ class Backward:
             what = f"plain averaging at step {self.number} by torch ({self.words})"
             self._elsewhere = Elsewhere(what, self.group, self.channel, self.fail)
         self._book = self.books.at(self.number) if self.book_limit else None
-        wanted = bool(self.book_limit) and self.books.wants(self.number) and not self.alone
+        wanted = bool(self.book_limit) and self.books.wants(self.number, self.book_refresh) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
 
     def _transforms(self) -> bool:

@@ -17,10 +17,11 @@ from .collectives import Topology, flatten
 from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
 from .engines.noise_layout import Shapes
-from .exchange.codecs import message_codec
+from .exchange.codecs import message_codec, stream_codec
 from .exchange.coding import MessageCodec, Values
 from .exchange.compiler import compile_route
 from .exchange.on_host import HostProgram
+from .exchange.on_stream import StreamMessage
 from .routes import Route
 from .sensitivity.shape import SecondMoments
 
@@ -84,6 +85,7 @@ class Bucket(Named):
         self.comes_again = comes_again
         self._ways: Mapping[str, Way] | None = None
         self._parted: tuple[Named, Named, list[Whole]] = [], [], []
+        self._streamed: tuple[Mapping[str, Way] | None, list[StreamMessage]] = None, []
         self._done: Future | None = None
 
     def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named, list[Whole]]:
@@ -91,19 +93,37 @@ class Bucket(Named):
         if self._ways is not ways:
             late = [(name, g) for name, g in self if ways[name].late]
             soon = [(name, g) for name, g in self if not ways[name].late and ways[name].whole is None]
-            together: dict[tuple[str, torch.dtype], Named] = {}
-            for name, gradient in self:
-                if ways[name].whole is not None:
-                    together.setdefault((ways[name].kind, gradient.dtype), []).append((name, gradient))
-            self._parted = late, soon, [_whole(ways[named[0][0]], named) for named in together.values()]
+            together = _together([(name, g) for name, g in self if ways[name].whole is not None], ways)
+            self._parted = late, soon, [_whole(ways[named[0][0]], named) for named in together]
             self._ways = ways
         return self._parted
+
+    def streamed(self, ways: Mapping[str, Way]) -> list[StreamMessage]:
+        """The messages of the stream runner, which take all gradients that have values."""
+        if self._streamed[0] is not ways:
+            together = _together([(name, g) for name, g in self if g.numel()], ways)
+            self._streamed = ways, [_stream_message(ways[named[0][0]], named) for named in together]
+        return self._streamed[1]
 
     def done(self, buffer: torch.Tensor) -> Future:
         """A future that is the bucket's buffer already; the same in every step."""
         if self._done is None or not self.comes_again:
             self._done = done_future(buffer)
         return self._done
+
+
+def _together(named: Named, ways: Mapping[str, Way]) -> list[Named]:
+    """Gradients of equal codec, route and type, in the order of first appearance."""
+    found: dict[tuple[str, torch.dtype], Named] = {}
+    for name, gradient in named:
+        found.setdefault((ways[name].kind, gradient.dtype), []).append((name, gradient))
+    return list(found.values())
+
+
+def _stream_message(way: Way, named: Named) -> StreamMessage:
+    codec = stream_codec(way.codec)
+    assert codec is not None
+    return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for _, g in named])
 
 
 def _whole(way: Way, named: Named) -> Whole:

@@ -1,8 +1,8 @@
-"""The shared code book of `gcomp:book=shared`: made anew from all ranks' gradients every 50 steps, as GComp does.
+"""The shared code book of `gcomp:book=shared`: made anew from all ranks' gradients every `refresh` steps, as in GComp.
 
 A step that refreshes counts the exponents of its own gradients while it codes them with the old book. After its last
 bucket all ranks add up their counts, and each makes the same book of them. It is installed two steps later, on all
-ranks at once, whenever the sum arrived. (GComp, SoCC '24, section 4: rebuilt every 50 iterations.)
+ranks at once, whenever the sum arrived. (GComp, SoCC '24, section 4: rebuilt every 50 iterations, the default.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .codecs.books import Book
 from .collectives import Channel, Exchange, Job, Outcome, Steps, single
 from .errors import Corrupt, PeerError, Unsupported
 
-EVERY, DELAY = 50, 2  # steps
+DELAY = 2  # steps from the count of exponents to the book made of it
 
 
 class SharedBook:
@@ -38,9 +38,9 @@ class SharedBook:
             self._book, self._coming, self._due = self._coming or self._book, None, -1
         return self._book
 
-    def wants(self, step: int) -> bool:
+    def wants(self, step: int, every: int) -> bool:
         """Whether exponents are counted in this step."""
-        return step % EVERY == 0
+        return step % every == 0
 
     def refresh(
         self, counts: torch.Tensor, step: int, limit: int, channel: Channel, done: Callable[[Outcome], None]

@@ -213,6 +213,8 @@ template <class T>
 T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
 template <class T>
 T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
+template <class T>
+T atomicMax(T* p, T v) { T old = *p; *p = old > v ? old : v; return old; }
 
 inline float emulated_half_value(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 inline unsigned emulated_half_bits(float value) { _Float16 h = _Float16(value); unsigned short b; std::memcpy(&b, &h, 2); return b; }

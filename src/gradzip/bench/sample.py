@@ -10,7 +10,7 @@ import torch
 
 from ..capture import Snapshot
 from ..codecs import Codec
-from ..codecs.gcomp import GComp
+from ..codecs.gcomp import GComp, is_reach, reach_exponents
 from ..engines.layout import Floor
 from ..errors import Unsupported
 from ..sensitivity import reaches, rules
@@ -60,4 +60,7 @@ class Sample:
         optimizer = self.snapshot.optimizer()
         per_parameter = rules(optimizer, codec.ulps) if codec.mode == "near" else reaches(optimizer)
         (floor,) = per_parameter.values()  # the snapshot's optimizer has one flat parameter
-        return None if floor is None else floor[: self.values.numel()]
+        if floor is None:
+            return None
+        here = floor[: self.values.numel()]
+        return reach_exponents(self.values, here) if is_reach(here) else here

@@ -40,7 +40,7 @@ class Context:
     rank: int = 0
     world: int = 1  # how many ranks there are
     scale: float = 1.0  # the loss scale that the tensor carries; what is kept in `state` is kept without it
-    floor: torch.Tensor | Floor | None = None  # near and paper mode: an int8 per value, or where to get it
+    floor: torch.Tensor | Floor | None = None  # near: an int8 per value, or where to get it; paper: a float32 reach
     shift: int = 0  # added to the floors, for sums of several ranks
     shape: torch.Tensor | None = None  # noise: an int8 per value, -12 to 0: its grid is 2^shape times the level
     lengths: torch.Tensor | None = None  # code lengths to use instead of sampling

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
 from .. import engines, saved, wire
 from ..engines.layout import (
     BODY_HEAD_BYTES,
+    COARSEST,
+    EXACT,
     NEAR,
     PAPER,
     Floor,
@@ -27,6 +30,7 @@ from .own import LOSSLESS, find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")
+REFRESH, SHORTEST_REFRESH = 50, 3  # steps: a new book is due two steps after its exponents were counted (refresh.py)
 
 
 @register
@@ -47,6 +51,7 @@ class GComp(Lossy):
     own: str = "auto"  # near: a rank's own gradient, before it is summed, goes `near` too, or `lossless`; auto: smaller
     limit: int = 8  # longest Huffman code
     book: str = "frame"  # where the code comes from: tables in the frame, or the shared book
+    refresh: int = REFRESH  # steps between two shared books; 50 is GComp's own example
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +75,13 @@ class GComp(Lossy):
             raise Unsupported(f"gcomp:limit={self.limit}: codes have at most 1 to 8 bits")
         if self.book not in ("frame", "shared"):
             raise Unsupported(f"gcomp:book={self.book!r}: choose frame or shared")
+        if self.refresh < SHORTEST_REFRESH:
+            raise Unsupported(
+                f"gcomp:refresh={self.refresh}: at least {SHORTEST_REFRESH}, as a book is in use from the second step "
+                "after its exponents were counted"
+            )
+        if self.refresh != REFRESH and self.book != "shared":
+            raise Unsupported(f"gcomp:refresh={self.refresh} is for book=shared, and this codec has book={self.book}")
         if self.lossless and self.feedback not in ("auto", "false"):
             raise Unsupported(f"gcomp:feedback={self.feedback}: mode lossless loses nothing that could be fed back")
 
@@ -84,7 +96,7 @@ class GComp(Lossy):
     @property
     def exact(self) -> GComp:
         """The same without losses."""
-        return GComp(mode="lossless", limit=self.limit, book=self.book)
+        return GComp(mode="lossless", limit=self.limit, book=self.book, refresh=self.refresh)
 
     def own_exact(
         self, xs: Sequence[torch.Tensor], contexts: Sequence[Context], states: Sequence[dict[str, Any]]
@@ -126,7 +138,10 @@ class GComp(Lossy):
         job = self._job(ctx)
         floor = None
         if self.mode in ("near", "paper") and x.dtype == torch.float32:
-            floor = checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode")
+            dtypes = (torch.int8, torch.float32) if self.mode == "paper" else (torch.int8,)
+            floor = checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode", dtypes)
+            if is_reach(floor):
+                floor, job = reach_exponents(x, floor, ctx.shift), dataclasses.replace(job, shift=0)
         lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
         if job.book:
             lengths = books.lengths(job.book, x.numel()).to(x.device)
@@ -154,7 +169,33 @@ class GComp(Lossy):
             raise Corrupt(f"{header.numel} values cannot be in a body of {header.body_bytes} bytes")
 
 
-def checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> torch.Tensor | Floor:
+def is_reach(floor: torch.Tensor | Floor | None) -> TypeGuard[torch.Tensor]:
+    """Whether these are paper mode's reaches, which an encoder compares with the values themselves."""
+    return isinstance(floor, torch.Tensor) and floor.dtype == torch.float32
+
+
+def paper_levels(x: torch.Tensor, reach: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """GComp's levels 0 to 3 of flat float32 values: how many n of 6, 12 and 18 have |delta| = reach / |x| > 2^n."""
+    scaled, reach = x.abs(), reach * 2.0**shift if shift else reach
+    level = torch.zeros_like(x, dtype=torch.int8)
+    for _ in range(3):
+        level += scaled.mul_(2.0**6) < reach  # exact: products only ever overflow, to an infinity that is not below
+    return level
+
+
+def reach_exponents(x: torch.Tensor, reach: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """The int8 reaches for which engines choose the levels above; they know a reach by its exponent alone.
+
+    A value of 2^84 or more may lose fewer bits, as engines take no exponent above COARSEST.
+    """
+    level = paper_levels(x, reach, shift)
+    exponent = ((x.view(torch.int32) >> 23) & 255) - 127
+    return torch.where(level > 0, (exponent + 1 + 6 * level).clamp(max=COARSEST), EXACT).to(torch.int8)
+
+
+def checked_floor(
+    ctx: Context, numel: int, device: torch.device, who: str, dtypes: tuple[torch.dtype, ...] = (torch.int8,)
+) -> torch.Tensor | Floor:
     floor = ctx.floor
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
@@ -165,8 +206,9 @@ def checked_floor(ctx: Context, numel: int, device: torch.device, who: str) -> t
         if any(p.numel() != numel for p in parts):
             raise Unsupported(f"the floor has {floor.numel()} values, the tensor {numel}")
         return floor
-    if floor.dtype != torch.int8 or floor.device != device:
-        raise Unsupported(f"a floor is an int8 tensor on {device}, not {floor.dtype} on {floor.device}")
+    if floor.dtype not in dtypes or floor.device != device:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise Unsupported(f"a floor is an {wanted} tensor on {device}, not {floor.dtype} on {floor.device}")
     if floor.numel() != numel:
         raise Unsupported(f"the floor has {floor.numel()} values, the tensor {numel}")
     return floor.detach().reshape(-1).contiguous()

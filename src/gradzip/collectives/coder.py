@@ -19,7 +19,7 @@ from .. import engines, wire
 from ..codecs import BY_ID, Codec, Context, books
 from ..codecs.base import Sparse, wide
 from ..codecs.baseline import ByteCodec, Cast, Identity
-from ..codecs.gcomp import GComp
+from ..codecs.gcomp import GComp, is_reach
 from ..codecs.sparse import SparseFrame, TopK, fewest
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
@@ -346,7 +346,8 @@ class TensorCoder:
     def _fuses(self, values: torch.Tensor, how: How) -> bool:
         """Whether decoding, adding and encoding go in one pass: nothing has to be known of what is lost in between."""
         here = values.device == self._device(how) and hasattr(engines.pick(values.device), "decode_add_encode")
-        return here and values.dtype == torch.float32 and not self._feeds_back
+        fits = values.dtype == torch.float32 and not any(is_reach(ctx.floor) for ctx in self.contexts)
+        return here and fits and not self._feeds_back
 
     def _codec_of(self, piece: Piece, how: How) -> Codec:
         """What codes a piece: of this rank's own gradient or, with others added to it, of a sum."""

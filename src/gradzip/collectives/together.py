@@ -19,7 +19,7 @@ import torch
 
 from .. import engines, wire
 from ..codecs import Context, books
-from ..codecs.gcomp import GComp, checked_floor
+from ..codecs.gcomp import GComp, checked_floor, is_reach
 from ..engines.layout import FIXED, SEGMENT, Floor, Job, body_bound, segments_of
 from ..errors import CodecError, Corrupt
 from .layout import Piece
@@ -130,6 +130,8 @@ def coding_together(
         return None
     if any(context.lengths is not None for context in contexts):
         return None  # they are for whole tensors
+    if any(is_reach(context.floor) for context in contexts):
+        return None  # compared with the very values that are encoded, which are not known before a sum is formed
     if codec.book == "shared" and len({books.current(context).id for context in contexts}) > 1:
         return None
     engine = engines.pick(flat[0].device)

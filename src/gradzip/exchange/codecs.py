@@ -5,12 +5,26 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..codecs import Codec
+from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
-from .coding import MessageCodec
+from .coding import MessageCodec, Raw
 from .noise import NoiseMessages
+from .on_device import NoiseOnStream, RawOnStream, StreamCodec
 
 
 @lru_cache(maxsize=64)
 def message_codec(codec: Codec) -> MessageCodec | None:
-    """The codec for whole messages; None: it codes tensor by tensor, in collectives/."""
+    """The codec for whole messages on the host; None: it codes tensor by tensor, in collectives/."""
     return NoiseMessages(codec) if isinstance(codec, Noise) else None
+
+
+@lru_cache(maxsize=64)
+def stream_codec(codec: Codec) -> StreamCodec | None:
+    """The codec for whole messages on a stream; None: its frames have no known size, or it keeps residuals."""
+    if isinstance(codec, Noise):
+        return NoiseOnStream(NoiseMessages(codec))
+    if codec.error_memory is not None:
+        return None
+    if isinstance(codec, Cast):
+        return RawOnStream(Raw(str(codec), codec.dtype))
+    return RawOnStream(Raw(str(codec))) if isinstance(codec, Identity) else None

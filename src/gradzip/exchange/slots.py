@@ -79,10 +79,20 @@ class Slots:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "least": dict(self.least),
+            "bound": dict(self.bound),
             "sizes": dict(self.sizes),
             "seen": {hop: list(seen) for hop, seen in self.seen.items()},
             "steps": self.steps,
         }
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any]) -> Slots:
+        """Slots that go on from a state."""
+        least, bound = ({hop: int(state[key][hop]) for hop in (OWN, SUM)} for key in ("least", "bound"))
+        slots = cls(least, bound, {})
+        slots.load_state_dict(state)
+        return slots
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sizes, self.steps = dict(state["sizes"]), int(state["steps"])

@@ -26,6 +26,8 @@ from ..codecs import Codec
 from ..collectives import transports
 from ..collectives.finite import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
+from ..exchange import on_stream
+from ..exchange.checks import Row
 from ..feedback import Memory, Value
 from ..gradients import PLAIN, Future, Late, Way
 from ..option import Option
@@ -34,7 +36,8 @@ from ..policy import Adaptive, Policy, as_policy
 from ..refresh import SharedBook
 from ..sensitivity.shape import SecondMoments
 from ..sensitivity.survey import fetch
-from . import report
+from ..streamed import StreamedBackward
+from . import report, runners
 from .ahead import Ahead
 from .buckets import Buckets
 from .checkpoint import read_checkpoint, read_codecs, resume
@@ -88,19 +91,22 @@ class Handle:
         self._group = group
         self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
+        runner = runners.choose(ways, self._device, group, self._learns)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
         self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
         self._books = SharedBook()
         self._checks = checks_results()
-        self._backward: Backward | None = None
+        self._backward: Backward | StreamedBackward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._late = Late()
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
-        self._shapes, self._shapes_version = SecondMoments(optimizers, self._names), object()
+        on_streams = on_stream.reason_against(group, self._device) is None
+        self._shapes, self._shapes_version = SecondMoments(optimizers, self._names, on_streams), object()
+        self._stream: on_stream.StreamRunner | None = None
         self._noise = NoiseShare(self._warn)
-        self._scheme = _Scheme({})
+        self._scheme = _Scheme({}, runners.HOST)
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
         self._totals, self._bytes_raw, self._exposed = collectives.Outcome(), 0, 0.0
@@ -114,19 +120,33 @@ class Handle:
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
-        scheme = _Scheme(ways)
-        self._channel.compare(f"{len(self._names)} tensors, {scheme.words}", wait=scheme.whole)
+        scheme = _Scheme(ways, runner)
+        self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
+        if scheme.streams:
+            self._scheme = scheme
+            self._start_stream()
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
+
+    def _agreement(self, scheme: _Scheme) -> str:
+        """What all ranks must have alike before they exchange anything by this scheme."""
+        by = f" on streams with torch {torch.__version__}" if scheme.streams else ""
+        return f"{len(self._names)} tensors, {scheme.words}{by}"
+
+    def _start_stream(self) -> on_stream.StreamRunner:
+        if self._stream is None:
+            self._stream = on_stream.StreamRunner(self._group, self._device, self._channel.topology, self._shapes)
+        return self._stream
 
     # -- for the user -------------------------------------------------------------------------------------------
 
     def set_policy(self, policy: str | Codec | Option | Policy) -> None:
         """Uses another policy from the next step on. Call it on all ranks at the same point."""
         chosen = as_policy(policy)
-        self._ways.check(chosen)
+        ways = self._ways.check(chosen)
+        runners.choose(ways, self._device, self._group, isinstance(chosen, Adaptive))
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
@@ -139,6 +159,10 @@ class Handle:
         model = self._model()
         if steps < 1 or model is None:
             raise Unsupported(f"trace(steps={steps}): give at least one step of a model that is still there")
+        if self._scheme.streams:
+            raise Unsupported(
+                "trace shows threads of the host, and these gradients stay on the GPU: use torch.profiler"
+            )
         from .trace import Tracer  # who does not trace need not load the planner
 
         self._drain()
@@ -211,7 +235,7 @@ class Handle:
             },
             "tensors": tensors,
             "noise": self._noise.stats(world),
-            "runner": "host" if self._scheme.whole else "",
+            "runner": runners.STREAM if self._scheme.streams else runners.HOST if self._scheme.whole else "",
             "history": list(learns.history) if learns else [],
             "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
@@ -257,6 +281,8 @@ class Handle:
             state |= self.pilot.state_dict()
         if isinstance(self._policy, Adaptive):
             state |= {f"{_POLICY}{key}": value for key, value in self._policy.state_dict().items()}
+        if self._stream is not None:
+            state |= self._stream.state_dict()
         return state | self._books.state_dict() | self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
@@ -279,6 +305,8 @@ class Handle:
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
+        if self._stream is not None:
+            self._stream.load_state_dict(state)
         self._steps, self._agreed = steps, None
         if world != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
@@ -339,6 +367,11 @@ class Handle:
     def _drain(self) -> None:
         """Waits for what is under way, and says what has to be said."""
         self._channel.pipeline.drain()
+        if self._stream is not None and self.error is None:
+            try:
+                self._note(self._stream.drain)
+            except PeerError as error:
+                self.error = self._channel.fail(error)
         self._say()
 
     def _say(self) -> None:
@@ -352,7 +385,7 @@ class Handle:
 
     # -- on the thread of backward ------------------------------------------------------------------------------
 
-    def _begin(self) -> Backward:
+    def _begin(self) -> Backward | StreamedBackward:
         if self._before is not None:
             self._before.wait()  # a formality: DDP has had its buckets for a while
         self._memory.drop()  # what a backward that was broken off has left
@@ -364,7 +397,9 @@ class Handle:
         scale = read([held])[0] if held is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
         ways = self._ways.of(self._policy, scale, read, floors=not is_alone(self._channel))
         if ways is not self._scheme.ways:
-            self._scheme = _Scheme(ways)
+            self._choose_scheme(ways)
+        if self._scheme.streams and not is_alone(self._channel):
+            return self._begin_streamed()
         plain = self._scheme.plain and not self._memory.residuals
         learns = self._learns
         rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -390,6 +425,7 @@ class Handle:
             book_limit=self._scheme.book_limit,
             shapes=self._shapes,
             shapes_version=self._shapes_version,
+            book_refresh=self._scheme.book_refresh,
         )
         joined = self._has_joined()
         begun.compare(joined, self._warn)
@@ -397,6 +433,44 @@ class Handle:
             begun.compare_shapes(joined, self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
+
+    def _choose_scheme(self, ways: dict[str, Way]) -> None:
+        runner = runners.choose(ways, self._device, self._group, self._learns)
+        before, self._scheme = self._scheme, _Scheme(ways, runner)
+        if self._scheme.streams and self._scheme.words != before.words:
+            self._channel.compare(self._agreement(self._scheme), wait=True)  # unequal sizes would hang NCCL
+            self._start_stream()
+
+    def _begin_streamed(self) -> StreamedBackward:
+        runner, model = self._start_stream(), self._model()
+        self._has_joined()  # warns
+        # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
+        joins = model is not None and model._join_config.enable
+        self._note(lambda: runner.begin(self._steps, use_shapes=not joins, compare_results=self._checks))
+        self._premises.begin(active=False)
+        return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
+
+    def _end_streamed(self, ended: StreamedBackward) -> None:
+        """All of a backward pass is enqueued."""
+        with self._lock:
+            for kind, part in ended.parts.items():
+                self._totals.add(part)
+                self._parts.setdefault(kind, collectives.Outcome()).add(part)
+            self._bytes_raw += ended.raw_bytes
+            self._steps += 1
+            self._steps_here += 1
+            self._agreed = None
+
+    def _note(self, read: Callable[[], Sequence[Row]]) -> None:
+        """Takes note of what becomes known of earlier steps."""
+        try:
+            rows = read()
+        except PeerError:
+            self._behind = True  # the optimizer has used gradients that were wrong
+            raise
+        with self._lock:
+            for row in rows:
+                self._noise.step(row.outcome, row.outcome.bytes_sent)
 
     def _scale_held(self) -> torch.Tensor | None:
         """Where the scaler keeps the loss scale, if it is torch's own."""
@@ -505,15 +579,17 @@ class Handle:
 class _Scheme:
     """What follows from the ways of a step, found out once for all steps that have the same."""
 
-    def __init__(self, ways: Mapping[str, Way]) -> None:
+    def __init__(self, ways: Mapping[str, Way], runner: str) -> None:
         counts = Counter(way.kind for way in ways.values())
-        self.ways = ways
+        self.ways, self.streams = ways, runner == runners.STREAM
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
         self.whole = any(way.whole is not None for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
-        self.book_limit = min((way.codec.limit for way in ways.values() if shares_book(way.codec)), default=0)
+        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
+        self.book_limit = min((codec.limit for codec in sharing), default=0)
+        self.book_refresh = min((codec.refresh for codec in sharing), default=50)
 
 
 def _progress(policy: Policy) -> Progress | None:

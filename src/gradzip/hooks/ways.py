@@ -154,7 +154,7 @@ class Ways:
                 lowrank.load(self._device)  # here, on the user's thread, which may want it as well
             way = chosen.ways[name] = self._way(codec, option, parameter)
             if isinstance(codec, GComp) and codec.mode in ("near", "paper"):
-                exact = self._way(GComp(mode="lossless", limit=codec.limit, book=codec.book), option, parameter)
+                exact = self._way(codec.exact, option, parameter)
                 chosen.graded.setdefault(codec, {})[parameter] = _Graded(name, way, exact)
         return chosen
 
@@ -162,8 +162,6 @@ class Ways:
         """Complains about a gradient that cannot travel in whole messages, where its codec wants that."""
         if message_codec(codec) is None:
             return
-        if self._device.type != "cpu":
-            raise Unsupported(f"{codec} works on models on the CPU so far, and {name!r} is on {self._device}")
         if parameter.dtype.itemsize > 4 and parameter.requires_grad:
             raise Unsupported(
                 f"{codec} codes values of 16 and 32 bits, and {name!r} is {parameter.dtype}: use "

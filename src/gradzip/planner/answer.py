@@ -20,8 +20,8 @@ from .units import DDP_BUCKET, Unit, buckets, tensors
 
 LEAST_GAIN = 0.01  # below this a plan is not worth having, whatever the uncertainty
 SURE = 2.0  # standard deviations of the prediction that a plan must gain
-# By how much predictions were off, as a root mean square, where gradients are coded on a GPU and sent from the host's
-# memory: GPT-2 on four ranks that share an H200, seven ways (bench/plan_gpt2_check.py).
+# The least uncertainty where gradients are coded on a GPU and sent from the host's memory. A constant, from an earlier
+# run of GPT-2 on four ranks that share an H200; the five rows of bench/results/plan_gpt2.csv are off by 1 to 17 %.
 OFF_ON_GPU = 0.16
 BUCKETS_MB = (5, 10, 25, 50, 100)
 SLOWEST, FASTEST = 10e6, 3.2e12  # bit/s; where the break-even bandwidth is looked for

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from .. import sensitivity
 from ..codecs import Codec, Context, parse
-from ..codecs.gcomp import GComp
-from ..engines.reference_values import paper_levels
+from ..codecs.gcomp import GComp, paper_levels
 from ..errors import ReportError
 from ..feedback import clean_name
 from ..jsonfile import is_count, is_number, shown
@@ -46,7 +45,7 @@ def describe(model: nn.Module, optimizer: Optimizer, codecs: Iterable[str] = ())
             "ratios": {},
         }
         if parameter in reaches:
-            entry["levels"] = _levels(exponents, reaches[parameter].reshape(-1))
+            entry["levels"] = _levels(gradient.reshape(-1), reaches[parameter].cpu().reshape(-1))
         for codec in offered:
             floor = rules[codec].get(parameter) if _near(codec) else None
             exact = _near(codec) and floor is None  # nothing is known of this parameter: attach sends it lossless, too
@@ -100,8 +99,7 @@ def _exponents(gradient: torch.Tensor) -> torch.Tensor:
     return torch.where(gradient.reshape(-1) == 0, -1, field)
 
 
-def _levels(exponents: torch.Tensor, reach: torch.Tensor) -> list[int]:
+def _levels(gradient: torch.Tensor, reach: torch.Tensor) -> list[int]:
     """How many values lose 0, 6, 12 and 18 bits in paper mode; zeros are not counted."""
-    there = exponents >= 0
-    level = paper_levels(exponents[there].numpy(), reach.cpu()[there].numpy())
-    return [int(n) for n in np.bincount(level, minlength=len(LEVELS))]
+    there = gradient != 0
+    return torch.bincount(paper_levels(gradient[there], reach[there]), minlength=len(LEVELS)).tolist()

@@ -1,8 +1,8 @@
 """Reaches: how large a gradient value may be against the rest of the update (GComp, SoCC'24, Table 2 and Appendix A).
 
 The update is written theta' = A - B g with g the fresh gradient. If |A / (B g)| > 2^n, at least n low bits of g's
-mantissa fall below the last place of theta', so paper mode cuts 6, 12 or 18 of them. The reach of a value is
-floor(log2 |A / B|).
+mantissa fall below the last place of theta', so paper mode cuts 6, 12 or 18 of them. The reach of a value is |A / B|:
+the encoder compares it with 2^n |g| (codecs/gcomp.py).
 
 Where the paper's metric contains what is not known yet (a denominator D with the fresh gradient in it), the value is
 taken with the smallest D there can be; |A / B| grows with D as long as the parameter's term outweighs the momentum's,
@@ -17,26 +17,29 @@ import math
 import torch
 from torch.optim import SGD, Adagrad, Optimizer, RMSprop
 
-from ..engines.layout import EXACT
 from ..errors import Unsupported
 from .bounds import adagrad_lr, fresh_gradient
 from .survey import Case, survey, warn_lossless
 
 
 def reaches(optimizer: Optimizer, scale: float = 1.0) -> dict[torch.Tensor, torch.Tensor]:
-    """For each parameter an int8 tensor of its shape: the reach of each gradient value; -128 means "cut nothing"."""
+    """For each parameter a float32 tensor of its shape: the reach of each gradient value; 0 means "cut nothing"."""
     if not (scale > 0 and math.isfinite(scale)):
         raise Unsupported(f"scale={scale}: pass the positive, finite factor that the loss was multiplied by")
     result = {}
     for parameter, case in survey(optimizer):
         ratio = None if case is None or case.group["lr"] == 0 else _ratio(case)
         if ratio is None:
-            result[parameter] = torch.full(parameter.shape, EXACT, dtype=torch.int8, device=parameter.device)
+            result[parameter] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         else:
-            exponent = torch.frexp(ratio * scale).exponent - 1
-            known = torch.isfinite(ratio) & (ratio > 0)
-            result[parameter] = torch.where(known, exponent.clamp(-127, 127), EXACT).to(torch.int8)
+            result[parameter] = _rounded_down(torch.where(torch.isfinite(ratio), ratio * scale, 0.0))
     return result
+
+
+def _rounded_down(x: torch.Tensor) -> torch.Tensor:
+    """The largest float32 that is not above x >= 0, so that rounding never cuts more than the rule."""
+    nearest = x.clamp(max=torch.finfo(torch.float32).max).float()
+    return torch.where(nearest.double() > x, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
 
 
 def _ratio(case: Case) -> torch.Tensor | None:

@@ -9,12 +9,14 @@ to send it. docs/format.md, "Noise", has the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from ..engines.cuda.noise import Shaper
 from .near import memory_order
+from .survey import fetch
 
 FIRST_STEP = 4  # updates after which second moments say enough
 DEEPEST = -12
@@ -25,10 +27,27 @@ AT_ONCE = 1 << 17  # values: what is made of them on the way stays in the cache
 _SAMPLED = 64  # values of each tensor that ranks compare in a step, others in the next
 
 
+class _Kept(NamedTuple):
+    """A second moment that the kernels read, and where the optimizer keeps it."""
+
+    parameter: torch.Tensor
+    name: str
+    state: Mapping[str, Any]
+    key: str
+    second: torch.Tensor  # what was found under that key
+    copy: torch.Tensor | None  # in float32 and in the order of memory, where the optimizer has it otherwise
+
+
 class SecondMoments:
     """The shapes of a model's gradients, renewed once a step; all in one tensor, which stays where it is."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str], on_stream: bool = False
+    ) -> None:
+        """`on_stream`: kernels on the current stream make the shapes, and the host waits for none of them.
+
+        They are the same, but for second moments that are not fit: their shape is all zero, which codes like none.
+        """
         # A ZeroRedundancyOptimizer has the state of this rank's share alone.
         self._optimizers = [each for each in optimizers if type(each).__name__ != "ZeroRedundancyOptimizer"]
         self._names = names
@@ -37,9 +56,17 @@ class SecondMoments:
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
         self._shapes: dict[str, torch.Tensor | None] = {}
+        self._on_stream = on_stream
+        self._kept: list[_Kept] = []  # what the kernels were prepared for
+        self._shaper: Shaper | None = None
+        self._unsettled = True  # some second moments have not seen enough steps
+        self._without: list[torch.Tensor] = []  # parameters that the optimizer has not stepped yet
+        self._counted: dict[torch.Tensor, float] = {}  # steps that are counted on a GPU
 
     def renew(self) -> bool:
         """Takes the state as it is now; True if other tensors have a shape than before."""
+        if self._on_stream:
+            return self._renew_on_stream()
         before, found = self._shapes, dict[str, torch.Tensor | None]()
         for parameter, name in self._names.items():
             second = self._second(parameter, name)
@@ -50,9 +77,51 @@ class SecondMoments:
         self._shapes = found
         return found.keys() != before.keys()
 
+    def _renew_on_stream(self) -> bool:
+        """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
+        before = self._shapes
+        moved = not all(kept.state.get(kept.key) is kept.second for kept in self._kept)
+        if moved or self._unsettled or any(self._state(parameter) for parameter in self._without):
+            self._prepare()
+        for kept in self._kept:
+            if kept.copy is not None:
+                second = self._second(kept.parameter, kept.name)
+                if second is not None:
+                    kept.copy.copy_(second)
+        if self._shaper is not None:
+            self._shaper.run()
+        return self._shapes.keys() != before.keys()
+
+    def _prepare(self) -> None:
+        """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
+        self._without = [p for p in self._names if p.requires_grad and p.numel() and not self._state(p)]
+        states = [state for p in self._names if (state := self._state(p))]
+        counts = [state["step"] for state in states if isinstance(state.get("step"), torch.Tensor)]
+        counts = [count for count in counts if count.device.type == "cuda"]
+        self._counted = dict(zip(counts, fetch(counts)))  # with one transfer
+        self._kept, self._shapes, self._shaper, self._unsettled = [], {}, None, False
+        seconds = []
+        for parameter, name in self._names.items():
+            second, state = self._second(parameter, name), self._state(parameter)
+            if second is None or state is None or not second.numel():
+                continue
+            held = self._settled[name]
+            key = next(key for key in state if state[key] is held)
+            second = second.contiguous()
+            copy = None if second.data_ptr() == held.data_ptr() else second  # of 16 bits, or a product of factors
+            self._kept.append(_Kept(parameter, name, state, key, held, copy))
+            seconds.append(second)
+            self._shapes[name] = self._place(name, parameter.numel())
+        if seconds:
+            self._shaper = Shaper(seconds, [self._places[kept.name] for kept in self._kept])
+
     def of(self, names: Sequence[str]) -> list[torch.Tensor | None]:
         """The shapes of some gradients; None: all values of that one alike."""
         return [self._shapes.get(name) for name in names]
+
+    def total(self) -> torch.Tensor:
+        """The sum of all shapes, on their device: ranks have the same."""
+        return self._flat.sum(dtype=torch.int64)
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +136,7 @@ class SecondMoments:
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
-        state = next(filter(None, (each.state.get(parameter) for each in self._optimizers)), None)
+        state = self._state(parameter)
         if state is None:
             return None
         found = next((state[key] for key in _SECOND if isinstance(state.get(key), torch.Tensor)), None)
@@ -82,17 +151,25 @@ class SecondMoments:
             return None
         return found.float().permute(memory_order(parameter)).reshape(-1)
 
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        return next(filter(None, (each.state.get(parameter) for each in self._optimizers)), None)
+
     def _has_settled(self, name: str, second: torch.Tensor, state: Mapping[str, Any]) -> bool:
         if self._settled.get(name) is not second:
             steps = state.get("step")
-            if steps is None or float(steps) < FIRST_STEP:
+            if steps is None:
+                return False
+            known = isinstance(steps, torch.Tensor) and steps in self._counted
+            if (self._counted[steps] if known else float(steps)) < FIRST_STEP:
+                self._unsettled = True
                 return False
             self._settled[name] = second
         return True
 
     def _place(self, name: str, numel: int) -> torch.Tensor:
         if not self._places:
-            self._flat = torch.empty(sum(p.numel() for p in self._names), dtype=torch.int8)
+            device = next(iter(self._names)).device
+            self._flat = torch.zeros(sum(p.numel() for p in self._names), dtype=torch.int8, device=device)
             sizes = [p.numel() for p in self._names]
             self._places = dict(zip(self._names.values(), self._flat.split_with_sizes(sizes)))
         return self._places[name]

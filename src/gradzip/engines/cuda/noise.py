@@ -42,7 +42,7 @@ FRAME = np.dtype(
 )
 RESULT = np.dtype([("bytes", "<u8"), ("notch", "<u4"), ("poisoned", "<u4")])
 
-_WRONG = {
+WRONG = {
     1: "the head of a noise frame makes no sense here",
     2: "a noise frame is of another step or program",
     4: "a noise frame has a number that is no level",
@@ -188,16 +188,8 @@ class Measurer:
         told: torch.Tensor | None = None,
     ) -> None:
         device = levels.device
-        rows = np.zeros(len(tensors), TENSOR)
-        counts = np.array([-(-tensor.numel() // SQUARES) for tensor in tensors], np.int64)
-        rows["values"] = [tensor.data_ptr() for tensor in tensors]
-        rows["shape"] = [0 if shape is None else shape.data_ptr() for shape in shapes]
-        rows["numel"] = [tensor.numel() for tensor in tensors]
-        rows["first"] = np.cumsum(counts) - counts
-        total = int(counts.sum())
-        tiles = np.zeros((total, 2), "<u4")
-        tiles[:, 0] = np.repeat(np.arange(len(tensors)), counts)
-        tiles[:, 1] = np.arange(total) - np.repeat(rows["first"].astype(np.int64), counts)
+        rows, tiles = _tiled(tensors, shapes)
+        total = len(tiles)
         self._kept = [
             to_device(rows, device),
             to_device(tiles, device),
@@ -213,6 +205,40 @@ class Measurer:
 
     def run(self, step: int = 0) -> None:
         self._call(step)
+
+
+class Shaper:
+    """Shapes of tensors from their second moments, flat float32 ones: two launches for all of them."""
+
+    def __init__(self, seconds: Sequence[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
+        device = seconds[0].device
+        rows, tiles = _tiled(seconds, shapes)
+        self._marks = torch.zeros(len(seconds), dtype=torch.int64, device=device)
+        self._kept = [to_device(rows, device), to_device(tiles, device), self._marks]
+        arguments = addressed(("tensors", "tiles", "marks"), self._kept, Arguments(length=len(tiles)))
+        groups = -(-len(tiles) // 4)
+        self._calls = [Call(device, name, groups, MEASURERS, arguments) for name in ("noise_exponents", "noise_shape")]
+
+    def run(self) -> None:
+        self._marks.zero_()
+        for call in self._calls:
+            call(0)
+
+
+def _tiled(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Tensor | None]
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
+    """Rows of tensors, and the blocks of their values that warps work on."""
+    rows = np.zeros(len(tensors), TENSOR)
+    counts = np.array([-(-tensor.numel() // SQUARES) for tensor in tensors], np.int64)
+    rows["values"] = [tensor.data_ptr() for tensor in tensors]
+    rows["shape"] = [0 if shape is None else shape.data_ptr() for shape in shapes]
+    rows["numel"] = [tensor.numel() for tensor in tensors]
+    rows["first"] = np.cumsum(counts) - counts
+    tiles = np.zeros((int(counts.sum()), 2), np.uint32)
+    tiles[:, 0] = np.repeat(np.arange(len(tensors)), counts)
+    tiles[:, 1] = np.arange(len(tiles)) - np.repeat(rows["first"].astype(np.int64), counts)
+    return rows, tiles
 
 
 class Geometry:
@@ -410,7 +436,7 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
     dtype = parts[0].values.dtype if parts else torch.float32
     Decoder(body.device, dtype, geometry, _part_rows(out, geometry, 0), 0, 0, divisor, status).run(0)
     found = int(status)
-    wrong = [text for bit, text in _WRONG.items() if found & bit]
+    wrong = [text for bit, text in WRONG.items() if found & bit]
     if wrong:
         raise Corrupt(", ".join(wrong))
     if add:

@@ -94,10 +94,16 @@ class NoiseMessage:
         self.status = torch.zeros(2 * world, dtype=torch.int32, device=self.device)  # of incoming frames, then of sums
         self._levels = torch.zeros(len(message.tensors), 2, device=self.device)
         factor = share * (12.0 / 2 * world / (world + 1))
-        self._measurer = Measurer(message.tensors, message.shapes, factor, self._levels)
+        self._told = torch.zeros(len(message.tensors), 3, dtype=torch.int64, device=self.device)
+        self._measurer = Measurer(message.tensors, message.shapes, factor, self._levels, self._told)
         self._make_encoder()
         self._make_reducer()
         self._make_decoder()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The sum of 4^(d + 12) of each tensor, as of the last encode; 0 for one without values."""
+        return self._told[:, 1]
 
     @property
     def own_results(self) -> torch.Tensor:

@@ -299,3 +299,50 @@ DEVICE void noise_measure(const Args& args) {
         marks[1] = 0;
     }
 }
+
+// --- Shapes from second moments ------------------------------------------------------------------------------------------
+// sensitivity/shape.py has the same for one tensor at a time. A tensor that is not fit for a shape gets zeros, which code
+// like no shape at all. Here `values` of a tensor are second moments and `shape` is written.
+
+constexpr u32 kUnfit = 1u << 16;
+
+// The largest upper 7 bits of exponents of each tensor, plus 1; 0: all values are zero. marks: u64 each, 0 before.
+DEVICE void noise_exponents(const Args& args) {
+    const Noise& a = noise_args(args);
+    u64 tile = (u64)blockIdx.x * 4 + warp_id();
+    if (tile >= a.length) return;
+    uint2 which = pointer<const uint2>(a.tiles)[tile];
+    const NoiseTensor& t = pointer<const NoiseTensor>(a.tensors)[which.x];
+    u64 start = (u64)which.y * kSquares, end = start + kSquares < t.numel ? start + kSquares : t.numel;
+    const u32* values = pointer<const u32>(t.values);
+    u32 most = 0;
+#pragma unroll 8
+    for (u64 i = start + lane_id(); i < end; i += 32) {
+        u32 bits = values[i];
+        u32 mark = bits >= 0x7f800000u ? kUnfit : bits ? (bits >> 24) + 1 : 0;
+        most = mark > most ? mark : most;
+    }
+    for (int step = 16; step; step >>= 1) {
+        u32 other = __shfl_xor_sync(kAll, most, step);
+        most = other > most ? other : most;
+    }
+    if (lane_id() == 0 && most) atomicMax(pointer<u64>(a.marks) + which.x, (u64)most);
+}
+
+DEVICE void noise_shape(const Args& args) {
+    const Noise& a = noise_args(args);
+    u64 tile = (u64)blockIdx.x * 4 + warp_id();
+    if (tile >= a.length) return;
+    uint2 which = pointer<const uint2>(a.tiles)[tile];
+    const NoiseTensor& t = pointer<const NoiseTensor>(a.tensors)[which.x];
+    u64 start = (u64)which.y * kSquares, end = start + kSquares < t.numel ? start + kSquares : t.numel;
+    const u32* values = pointer<const u32>(t.values);
+    i8* shape = pointer<i8>(t.shape);
+    u32 most = (u32)pointer<const u64>(a.marks)[which.x];
+    bool fit = most != 0 && most < kUnfit;
+#pragma unroll 8
+    for (u64 i = start + lane_id(); i < end; i += 32) {
+        int depth = fit ? (int)(values[i] >> 24) - (int)(most - 1) : 0;
+        shape[i] = (i8)(depth < -12 ? -12 : depth);
+    }
+}

@@ -1,0 +1,189 @@
+"""Steps of DDP training on a GPU with the stream runner, beside torch's own hook: one launch for each model.
+
+    gradzip emulate --gpu-share --no-measure --hosts 4 --rate 10gbit -- python bench/exchange_gpu.py --model resnet18 \
+        --csv bench/results/exchange_gpu.csv
+
+Every row trains the same model under BF16 autocast: medians over the steps, each as long as on the slowest rank.
+host_ms is the time that all hooks of a step take on the host. `bound` is the step over what it takes without exchange
+plus the bytes sent at the goodput of torch's all-reduce of float32 values in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradzip
+
+sys.path.insert(0, str(Path(__file__).parent))
+from steps import Gpt2
+
+NO_SYNC, BF16 = "no_sync", "torch bf16"
+COLUMNS = (
+    *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
+    *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
+)
+
+
+def made(model: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """A model, and its loss on a batch that each rank draws for itself."""
+    torch.manual_seed(0)
+    rng = torch.Generator().manual_seed(1 + dist.get_rank())
+    if model == "gpt2":
+        tokens = torch.randint(0, 50257, (8, 256), generator=rng).to(device)
+        return Gpt2().to(device), lambda net: net(tokens)
+    images = torch.randn(16, 3, 128, 128, generator=rng).to(device, memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (16,), generator=rng).to(device)
+    net = getattr(torchvision.models, model)().to(device, memory_format=torch.channels_last)
+    return net, lambda net: nn.functional.cross_entropy(net(images), labels)
+
+
+def medians(run: Callable[[], Any], warm: int, steps: int, each: Callable[[bool], None] = lambda counts: None) -> Any:
+    """Milliseconds of each step on the slowest rank; `each` is called after a step, and told whether it counts."""
+    times = []
+    for number in range(warm + steps):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+        each(number >= warm)
+    slowest = torch.tensor(times[warm:], dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [1e3 * t for t in slowest.tolist()]
+
+
+def goodput() -> float:
+    """Of a 25 MiB all-reduce, in bytes a millisecond that each rank sends."""
+    x, world = torch.randn(25 << 18, device="cuda"), dist.get_world_size()
+    return 2 * (world - 1) / world * x.nbytes / statistics.median(medians(lambda: dist.all_reduce(x), 3, 8))
+
+
+def measure(name: str, what: str, device: torch.device, warm: int, steps: int) -> dict[str, Any]:
+    inner, loss_of = made(name, device)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if name == "gpt2"
+        else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    )
+    handle, spent, hosts = None, [0.0], []
+    values, world = sum(p.numel() for p in model.parameters()), dist.get_world_size()
+    if what == BF16:
+
+        def timed(state, bucket):  # DDP reads annotations, and does not know postponed ones
+            began = time.perf_counter()
+            future = default_hooks.bf16_compress_hook(None, bucket)
+            spent[0] += time.perf_counter() - began
+            return future
+
+        model.register_comm_hook(None, timed)
+    elif what != NO_SYNC:
+        # torch's hook casts small tensors, too; by default gradzip leaves them as they are.
+        handle = gradzip.attach(model, optimizer, gradzip.Fixed(what) if what == "cast" else what)
+        reduce = handle.reduce
+
+        def reduced(bucket: Any) -> Any:
+            began = time.perf_counter()
+            future = reduce(bucket)
+            spent[0] += time.perf_counter() - began
+            return future
+
+        handle.reduce = reduced  # type: ignore[method-assign]
+    sent, last = [0, 0], torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad()
+        if what == NO_SYNC:
+            with model.no_sync(), torch.autocast("cuda", torch.bfloat16):
+                last = loss_of(model)
+        else:
+            with torch.autocast("cuda", torch.bfloat16):
+                last = loss_of(model)
+        last.backward()
+        optimizer.step()
+
+    def each(counts: bool) -> None:
+        if counts:
+            hosts.append(1e3 * spent[0])
+        elif handle is not None:
+            sent[0] = handle._totals.bytes_sent
+        spent[0] = 0.0
+
+    times = medians(step, warm, steps, each)
+    stats = handle.stats() if handle is not None else {}
+    if handle is not None:
+        sent_a_step = (stats["bytes_sent"] - sent[0]) / steps
+    else:
+        sent_a_step = 2 * (world - 1) / world * 2 * values if what == BF16 else 0.0
+    bits = torch.stack([p.detach().view(torch.int32).long().sum() for p in model.parameters()])
+    everybodys = [torch.empty_like(bits) for _ in range(world)]
+    dist.all_gather(everybodys, bits)
+    differing = sum(bool((other != everybodys[0]).any()) for other in everybodys)
+    if handle is not None:
+        handle.detach()
+    row = {
+        "model": name, "what": what, "runner": stats.get("runner") or "", "ranks": world,
+        "ms": round(statistics.median(times), 2), "least_ms": round(min(times), 2),
+        "host_ms": round(statistics.median(hosts), 2), "mb_sent": round(sent_a_step / 1e6, 2),
+        "bits": round(8 * sent_a_step / (values * 2 * (world - 1) / world), 2),
+        "share": round(stats.get("noise", {}).get("share", 0.0), 5),
+        "coarser": stats.get("noise", {}).get("coarser", 0),
+        "replicas_differing": differing if what != NO_SYNC else "", "loss": round(last.item(), 4),
+        "device": torch.cuda.get_device_name(),
+    }  # fmt: skip
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("resnet18", "resnet50", "gpt2"), default="resnet18")
+    parser.add_argument("--policies", default="cast;noise;gcomp:keep=7", help="gradzip's, separated by ;")
+    parser.add_argument("--warm", type=int, default=12, help="steps before those that count: slots shrink in step 9")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    device, rate = torch.device("cuda", 0), goodput()
+    alone = hook = 0.0
+    for what in (NO_SYNC, BF16, *filter(None, options.policies.split(";"))):
+        row = measure(options.model, what, device, options.warm, options.steps)
+        gc.collect()
+        torch.cuda.empty_cache()
+        alone = row["ms"] if what == NO_SYNC else alone
+        hook = row["ms"] if what == BF16 else hook
+        row["of_bf16_hook"] = round(row["ms"] / hook, 3) if hook else ""
+        row["goodput_gbit"] = round(rate * 8 / 1e6, 2)
+        row["bound"] = round(row["ms"] / (alone + row["mb_sent"] * 1e6 / rate), 3)
+        if dist.get_rank() == 0:
+            print("  ".join(f"{key}={row[key]}" for key in COLUMNS), flush=True)
+            if options.csv:
+                new = not options.csv.exists()
+                with options.csv.open("a", newline="") as file:
+                    writer = csv.DictWriter(file, COLUMNS)
+                    if new:
+                        writer.writeheader()
+                    writer.writerow(row)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

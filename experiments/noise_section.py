@@ -1,0 +1,199 @@
+"""The section of docs/results.md on budgets of noise, and its picture: from noise/results.csv by noise/analysis.py."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from html import escape
+from pathlib import Path
+
+from pieces import NOT_RUN, Results, Row, of, table
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "noise"))
+import analysis  # noqa: E402
+
+TITLES = {
+    "gpt": "GPT of 1.8 M parameters, enwik8, AdamW",
+    "gpt-16": "the same, 16 workers",
+    "gpt-beta2": "the same, beta2 0.999",
+    "gpt-batch8": "the same, a batch eight times as large",
+    "gpt-muon": "GPT of 1.8 M parameters, enwik8, Muon",
+    "gpt-11m": "GPT of 10.7 M parameters, enwik8, AdamW",
+    "cifar20k": "ResNet-18, 20,000 pictures of CIFAR-10, SGD",
+    "gpt-short": "GPT of 10.8 M parameters, 800 steps, AdamW",
+    "gpt-short-muon": "GPT of 10.8 M parameters, 800 steps, Muon",
+}
+UNUSABLE = ("gpt-short", "gpt-short-muon")  # their ends say nothing about 1 %: notes/noise.md
+PICTURED = ("gpt", "cifar20k", "gpt-muon")
+
+
+def _signed(found: analysis.Interval, digits: int = 2) -> str:
+    if found.count < 2:
+        return f"{found.mean:+.{digits}f} (one seed)"
+    return f"{found.mean:+.{digits}f} ± {found.half:.{digits}f}"
+
+
+def noise(read: Results) -> str:
+    rows = read("noise/results.csv")
+    if not rows:
+        return f"## Noise: what a budget costs\n\n{NOT_RUN}"
+    tasks = [task for task in TITLES if of(rows, task=task)]
+    parts = [
+        "## Noise: what a budget costs",
+        "Paired runs of `noise` (experiments/noise/README.md): all runs of a seed begin with the same values and "
+        "see the same batches, and only the averaging of gradients differs. The promise: zero-mean noise; its "
+        "share (the sum of its squares over that of the averaged gradient, over all parameters of the step) is at"
+        " most the budget b on average over steps, and no step is above 2 b. In the local quadratic model this "
+        "costs at most a share b more steps; where sampling noise dominates, that equals a batch smaller by "
+        "1/(1+b) at the same learning rate.",
+        "*At 1 %*: held-out loss against plain's, in per cent of plain's, by a slope through the origin over the "
+        "measured share of all budgets (1 to 30 %), one slope for each seed, times the share that a budget of 1 %"
+        " was measured to have. Intervals are Student's, 95 %, over seeds. **Accepted is an upper bound below "
+        f"{analysis.LIMIT} %.** *Second term*: what a fit with two terms adds for the square of the share; 0 "
+        "should lie within it. *Seeds needed*: for that bound, if further seeds scatter as those that are there.",
+        table(
+            ["task", "seeds", "slope, % of loss for 1 % of share", "second term", "at 1 %", "upper bound", "accepted",
+             "seeds needed"],
+            [_bound(rows, task) for task in tasks if analysis.slope(rows, task) is not None],
+        ),
+        "![Loss against bits](noise.svg)",
+        "Dots are seeds, lines their means; the band is the slope's 95 % interval at the measured share; grey is "
+        "the range of plain training whose first gradient was multiplied by 1 + 1e-6. Written by the same "
+        "command, from the same rows.",
+    ]  # fmt: skip
+    for task in tasks:
+        own = of(rows, task=task)
+        plain = statistics.fmean(float(r["loss"]) for r in own if r["row"] == "plain")
+        device = ", ".join(sorted({r["device"] for r in own}))
+        steps, workers = own[0]["steps"], own[0]["workers"]
+        parts.append(f"### {TITLES[task]} (`{task}`)")
+        parts.append(f"Ours: {steps} steps, {workers} workers, {device}; plain's held-out loss is {plain:.4f} nats.")
+        head = ["", "bits", "bits of sums", "share, %", "worst step, %", "seeds", "held-out loss, % of plain's",
+                "training loss, %"]  # fmt: skip
+        parts.append(table(head, _lines(own, task)))
+    return "\n\n".join(parts)
+
+
+def _bound(rows: list[Row], task: str) -> list[str]:
+    found = analysis.slope(rows, task)
+    assert found is not None
+    needed = analysis.seeds_needed(found.at_one)
+    usable = task not in UNUSABLE
+    verdict = ("yes" if found.accepted else "**no**") if usable else "not counted"
+    return [
+        f"`{task}`", str(found.slope.count), _signed(found.slope, 3),
+        "" if found.curvature is None else _signed(found.curvature, 4),
+        _signed(found.at_one, 3) + " %", f"{found.at_one.upper:+.3f} %" if found.at_one.count > 1 else "none",
+        verdict, "" if not usable else str(needed) if needed else "none is enough" if found.at_one.count > 1 else "",
+    ]  # fmt: skip
+
+
+def _lines(own: list[Row], task: str) -> list[list[str]]:
+    names = list(dict.fromkeys(r["row"] for r in own if r["row"] != "plain"))
+    budgets = analysis.budgets(own, task)
+    names.sort(key=lambda name: (name != "nudged", name not in budgets, budgets.index(name) if name in budgets else 0))
+    lines = []
+    for name in names:
+        pairs = analysis.differences(own, task, name)
+        if not pairs:
+            continue
+        here = [r for r in own if r["row"] == name and int(r["seed"]) in pairs]
+        bits = [statistics.fmean(float(r[key]) for r in here) for key in ("own_bits", "sum_bits")]
+        share = 100 * statistics.fmean(float(r["share"]) for r in here)
+        worst = 100 * max(float(r["worst_share"]) for r in here)
+        losses = (analysis.differences(own, task, name, figure) for figure in ("loss", "train_loss"))
+        found = [_signed(analysis.interval([y for _, y in pair.values()])) for pair in losses]
+        lines.append([
+            name, *(f"{b:.2f}" for b in bits), f"{share:.2f}" if share else "0", f"{worst:.2f}" if worst else "0",
+            str(len(pairs)), *found,
+        ])  # fmt: skip
+    return lines
+
+
+# --- The picture -----------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, TOP, PLOT = 340, 330, 46, 62, 216  # of a panel; the plot's place and height
+MOST_BITS = 5.5
+INK, COLOUR, OTHER = "#1b1b1b", "#0072B2", "#D55E00"
+
+
+def picture(read: Results) -> str:
+    """Loss against bits per value (the mean of a worker's own frames and those of sums), a panel for each task."""
+    rows = read("noise/results.csv")
+    panels = [task for task in PICTURED if analysis.slope(rows, task) is not None]
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * max(1, len(panels)) + 20} {HEIGHT}" '
+        f'font-family="sans-serif" font-size="12" fill="{INK}">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        '<text x="12" y="22" font-size="15" font-weight="600">Held-out loss above plain training, % of plain\'s, '
+        "against bits per value</text>",
+    ]
+    for number, task in enumerate(panels):
+        body.append(f'<g transform="translate({number * WIDTH} 0)">{_panel(rows, task)}</g>')
+    return "\n".join([*body, "</svg>", ""])
+
+
+def _panel(rows: list[Row], task: str) -> str:
+    own = of(rows, task=task)
+    points = []  # bits, share, differences of seeds
+    for name in analysis.budgets(rows, task):
+        pairs = analysis.differences(rows, task, name)
+        points.append((_bits(own, name), statistics.fmean(x for x, _ in pairs.values()), [y for _, y in pairs.values()],
+                       name.removeprefix("noise ")))  # fmt: skip
+    nudged = [y for _, y in analysis.differences(rows, task, "nudged").values()]
+    slope = analysis.slope(rows, task)
+    assert slope is not None
+    values = [y for *_, ys, _ in points for y in ys] + nudged
+    low, high = min(*values, -0.5) * 1.1, max(*values, 0.5) * 1.1
+    low -= 0.12 * (high - low)  # room for the budgets' names
+
+    def x(bits: float) -> float:
+        return LEFT + (bits - 1.5) / (MOST_BITS - 1.5) * (WIDTH - LEFT - 24)
+
+    def y(value: float) -> float:
+        return TOP + PLOT * (high - min(max(value, low), high)) / (high - low)
+
+    parts = [f'<text x="{LEFT}" y="{TOP - 14}" font-weight="600">{escape(TITLES[task])}</text>']
+    for tick in _ticks(low, high):
+        parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{WIDTH - 24}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in range(2, 6):
+        parts.append(f'<text x="{x(tick):.1f}" y="{TOP + PLOT + 16}" text-anchor="middle">{tick}</text>')
+    parts.append(f'<text x="{x(3.5):.1f}" y="{TOP + PLOT + 34}" text-anchor="middle">bits per value</text>')
+    if nudged:
+        top, bottom = y(max(*nudged, 0.0)), y(min(*nudged, 0.0))
+        parts.append(f'<rect x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - 24}" height="{bottom - top:.1f}" '
+                     'fill="#999" opacity=".25"/>')  # fmt: skip
+    points.sort()
+    if slope.slope.count > 1:
+        band = [(bits, share * slope.slope.upper) for bits, share, *_ in points]
+        band += [(bits, share * (slope.slope.mean - slope.slope.half)) for bits, share, *_ in reversed(points)]
+        corners = " ".join(f"{x(b):.1f},{y(v):.1f}" for b, v in band)
+        parts.append(f'<polygon points="{corners}" fill="{COLOUR}" opacity=".13"/>')
+    line = " ".join(f"{x(bits):.1f},{y(statistics.fmean(ys)):.1f}" for bits, _, ys, _ in points)
+    parts.append(f'<path d="M{LEFT} {y(0):.1f}H{WIDTH - 24}" stroke="{INK}"/>')
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR}" stroke-width="2"/>')
+    for bits, _, ys, label in points:
+        parts += [f'<circle cx="{x(bits):.1f}" cy="{y(v):.1f}" r="3" fill="{COLOUR}"/>' for v in ys]
+        parts.append(
+            f'<text x="{x(bits):.1f}" y="{TOP + PLOT - 6}" text-anchor="middle" fill="{COLOUR}">{label}</text>'
+        )
+    other = "int4, blocks of 32"
+    ys = [v for _, v in analysis.differences(rows, task, other).values()]
+    if ys:
+        bits = _bits(own, other)
+        parts += [f'<circle cx="{x(bits) + 7:.1f}" cy="{y(v):.1f}" r="3.5" fill="none" stroke="{OTHER}" '
+                  'stroke-width="1.6"/>' for v in ys]  # fmt: skip
+        parts.append(f'<text x="{x(bits) + 14:.1f}" y="{y(max(ys)) - 8:.1f}" fill="{OTHER}">int4</text>')
+    return "".join(parts)
+
+
+def _bits(own: list[Row], name: str) -> float:
+    return statistics.fmean((float(r["own_bits"]) + float(r["sum_bits"])) / 2 for r in own if r["row"] == name)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / s <= 7)
+    first = int(low // step)
+    return [round(k * step, 6) for k in range(first, int(high // step) + 1) if low <= k * step <= high]

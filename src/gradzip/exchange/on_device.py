@@ -1,0 +1,273 @@
+"""Messages in the memory of a GPU: the buffers of one message, and what is launched to code it.
+
+A message is exchanged by owners of parts: `sent` goes out by an all-to-all and comes in as `received`; `sum_frame`,
+this rank's share of `gathered`, goes to all by an all-gather. Everything is enqueued on the current stream; tables and
+buffers are made once for a layout, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .. import wire
+from ..engines import noise_layout
+from ..engines.cuda.noise_message import Layout, NoiseMessage
+from .coding import Raw
+from .noise import NoiseMessages
+from .parts import Table
+from .program import Program
+from .slots import OWN, SUM, Slots
+
+_NOTCH = 4  # bytes of a body before its notch
+
+
+class Frames(NamedTuple):
+    """What is known on the device of the frames of a message, for the row of checks."""
+
+    status: torch.Tensor  # of the frames that came from each rank, then of the sums; 0: as expected
+    own_bytes: torch.Tensor  # of the frames for other ranks
+    sum_bytes: torch.Tensor
+    notches: list[torch.Tensor]  # above 0: a frame is coarser than its share of noise asks for
+    noise: torch.Tensor  # the sum of squares that rounding is expected to add to the means
+    share: float  # of the means' squares that this may be
+    bytes_sent: int
+
+
+class DeviceMessage(ABC):
+    """One message on this rank. `tensors` are flat and lie in `buffer`, DDP's bucket; they become their means."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    gathered: torch.Tensor
+    sum_frame: torch.Tensor
+
+    def __init__(self, program: Program, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        self.program, self.world, self.rank = program, program.world, rank
+        self.table = Table.of(program.names, program.sizes, [self.world])
+        self._buffer, self._tensors = buffer, [tensor for tensor in tensors if tensor.numel()]
+        self._is_all = sum(program.sizes) == buffer.numel()
+
+    @abstractmethod
+    def encode(self, step: int) -> None:
+        """Fills `sent` with a frame for each other rank."""
+
+    @abstractmethod
+    def reduce(self, step: int) -> None:
+        """Adds up what came, in float32 and in the order of ranks, and fills `sum_frame`."""
+
+    @abstractmethod
+    def decode(self, step: int) -> None:
+        """Makes means of what was gathered."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank in a step, padding included."""
+        return (self.world - 1) * (self.sent.numel() + self.gathered.numel()) // self.world
+
+    def frames(self) -> Frames | None:
+        """None: the frames hold values alone, and nothing can be wrong with them."""
+        return None
+
+    def norm(self) -> torch.Tensor:
+        """The norm of the means, in float64."""
+        if self._is_all:
+            found: torch.Tensor = torch.linalg.vector_norm(self._buffer, dtype=torch.float64)
+        else:
+            norms = torch.stack(list(torch._foreach_norm(self._tensors, dtype=torch.float64)))
+            found = torch.linalg.vector_norm(norms)
+        return found
+
+
+class RawMessage(DeviceMessage):
+    """Values as they are, or rounded to 16 bits. A frame is a row of `width` values, the last of them padding."""
+
+    def __init__(
+        self, program: Program, codec: Raw, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(program, rank, buffer, tensors)
+        world, device, dtype = self.world, buffer.device, program.dtype
+        kind, wide = codec.kind(dtype), torch.promote_types(dtype, torch.float32)
+        width = max(1, *map(self.table.numel, range(world)))
+        places = [(tensor.data_ptr() - buffer.data_ptr()) // buffer.element_size() for tensor in tensors]
+        source = np.zeros((world, width), np.int64)  # of each value in a frame: its place in the bucket
+        target = np.zeros(sum(program.sizes), np.int64)  # of each value of the tensors: its place in the frames
+        firsts = np.cumsum([0, *program.sizes])
+        for owner in range(world):
+            at = 0
+            for part in self.table.of_owner(owner):
+                source[owner, at : at + part.numel] = places[part.tensor] + np.arange(part.start, part.stop)
+                first = firsts[part.tensor] + part.start
+                target[first : first + part.numel] = owner * width + np.arange(at, at + part.numel)
+                at += part.numel
+        index = torch.int32 if max(buffer.numel(), source.size) < 1 << 31 else torch.int64
+        self._source = torch.from_numpy(source.reshape(-1)).to(device, index)
+        self._target = torch.from_numpy(target).to(device, index)
+        self._values = torch.zeros(world, width, dtype=dtype, device=device)
+        self._total = torch.zeros(width, dtype=wide, device=device)
+        self._rounded = self._total if wide == dtype else torch.zeros(width, dtype=dtype, device=device)
+        # On the device: CUDA divides by a number of the host by way of its reciprocal, which rounds differently.
+        self._divisor = torch.tensor(float(world), dtype=wide, device=device)
+        self._means = torch.zeros(len(target), dtype=dtype, device=device)
+        self._mean_of = list(self._means.split_with_sizes([tensor.numel() for tensor in self._tensors]))
+        self._out, self._in, self._all = (torch.zeros(world, width, dtype=kind, device=device) for _ in range(3))
+        self.sent, self.received, self.gathered = (
+            frames.view(-1).view(torch.uint8) for frames in (self._out, self._in, self._all)
+        )
+        self.sum_frame = self._all[rank].view(torch.uint8)
+
+    def encode(self, step: int) -> None:
+        torch.index_select(self._buffer, 0, self._source, out=self._values.view(-1))
+        self._out.copy_(self._values)
+
+    def reduce(self, step: int) -> None:
+        for rank in range(self.world):
+            term = self._values[rank] if rank == self.rank else self._in[rank]  # its own values are not rounded
+            self._total.add_(term) if rank else self._total.copy_(term)
+        self._total.div_(self._divisor)
+        if self._rounded is not self._total:
+            self._rounded.copy_(self._total)
+        self._all[self.rank].copy_(self._rounded)
+
+    def decode(self, step: int) -> None:
+        self._values.copy_(self._all)
+        torch.index_select(self._values.view(-1), 0, self._target, out=self._means)
+        torch._foreach_copy_(self._tensors, self._mean_of)
+
+
+class NoisyMessage(DeviceMessage):
+    """The codec noise, by its kernels; frames lie in slots of a known size."""
+
+    def __init__(
+        self,
+        program: Program,
+        codec: NoiseMessages,
+        rank: int,
+        buffer: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Tensor | None],
+        sizes: Mapping[str, int],
+    ) -> None:
+        super().__init__(program, rank, buffer, tensors)
+        columns = self.table.columns()
+        keys = {hop: [noise_layout.name_key(0, name, hop, 0) for name in program.names] for hop in (OWN, SUM)}
+        layout = Layout(
+            tensors, columns.tensor, columns.start, columns.length, columns.owner, self.world, rank,
+            keys[OWN], keys[SUM], list(shapes), int(program.digest, 16) & 0xFFFFFFFF,
+        )  # fmt: skip
+        self._share = float(codec.codec.share)
+        self._kernels = kernels = NoiseMessage(layout, self._share, sizes[OWN], sizes[SUM])
+        self.sent, self.received = kernels.sent, kernels.received
+        self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
+        results = kernels.own_results, kernels.sum_result
+        self._own_bytes, self._sum_bytes = (result.view(torch.int64)[::2] for result in results)
+        self._notches = [result.view(torch.int32)[2::4] for result in results]
+        self._find_levels(sizes[SUM])
+
+    def _find_levels(self, slot: int) -> None:
+        """Where the level of each tensor's sum is in what is gathered, and the notch of its frame."""
+        found: dict[int, tuple[int, int]] = {}
+        for owner in range(self.world):
+            body = owner * slot + wire.HEADER_BYTES
+            for place, part in enumerate(self.table.of_owner(owner)):
+                found.setdefault(part.tensor, ((body + noise_layout.HEAD_BYTES) // 4 + place, (body + _NOTCH) // 2))
+        device = self._buffer.device
+        self._filled = torch.tensor(list(found), device=device)
+        self._level_at, self._notch_at = torch.tensor(list(found.values()), device=device).T.contiguous()
+
+    def encode(self, step: int) -> None:
+        self._kernels.encode(step)
+
+    def reduce(self, step: int) -> None:
+        self._kernels.reduce(step)
+
+    def decode(self, step: int) -> None:
+        self._kernels.decode(step)
+
+    def frames(self) -> Frames:
+        """The noise is counted as the coder of NoiseMessages does."""
+        levels = self.gathered.view(torch.float32).index_select(0, self._level_at).double()
+        notches = self.gathered.view(torch.int16).index_select(0, self._notch_at).double()
+        weights = self._kernels.weights.index_select(0, self._filled).double()
+        squares = levels.square_().mul_(torch.exp2(notches.div_(2))).mul_(weights)
+        noise = squares.sum() / (4.0**12 * 3 * self.world**2)
+        return Frames(
+            self._kernels.status,
+            self._own_bytes,
+            self._sum_bytes,
+            self._notches,
+            noise,
+            self._share,
+            self.bytes_sent,
+        )
+
+
+class StreamCodec(ABC):
+    """A codec whose frames have a size that is known beforehand, so that messages need not wait for the host."""
+
+    text: str
+    codes_sums = False  # as in MessageCodec
+
+    def slots(self, program: Program) -> Slots | None:
+        """The first slots of a message; None: the size of its frames follows from the program."""
+        return None
+
+    @abstractmethod
+    def message(
+        self,
+        program: Program,
+        rank: int,
+        buffer: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Tensor | None],
+        sizes: Mapping[str, int],
+    ) -> DeviceMessage:
+        """Tables and buffers; `sizes` are those of the slots."""
+
+
+class RawOnStream(StreamCodec):
+    """The values as they are (`identity`), or rounded to 16 bits (`cast`)."""
+
+    def __init__(self, codec: Raw) -> None:
+        self.codec, self.text = codec, codec.text
+
+    def message(
+        self,
+        program: Program,
+        rank: int,
+        buffer: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Tensor | None],
+        sizes: Mapping[str, int],
+    ) -> DeviceMessage:
+        return RawMessage(program, self.codec, rank, buffer, tensors)
+
+
+class NoiseOnStream(StreamCodec):
+    codes_sums = True
+
+    def __init__(self, codec: NoiseMessages) -> None:
+        self.codec, self.text = codec, codec.text
+
+    def slots(self, program: Program) -> Slots:
+        table = Table.of(program.names, program.sizes, [program.world])
+        counts = [[part.numel for part in table.of_owner(owner)] for owner in range(program.world)]
+        least = wire.HEADER_BYTES + max(map(noise_layout.blocks_offset, counts))
+        values = max(sum(map(noise_layout.padded, each)) for each in counts)
+        bound = wire.HEADER_BYTES + max(map(noise_layout.body_bound, counts))
+        return Slots.first(float(self.codec.codec.share), program.world, least, values, bound)
+
+    def message(
+        self,
+        program: Program,
+        rank: int,
+        buffer: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Tensor | None],
+        sizes: Mapping[str, int],
+    ) -> DeviceMessage:
+        return NoisyMessage(program, self.codec, rank, buffer, tensors, shapes, sizes)

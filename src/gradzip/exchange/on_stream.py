@@ -1,0 +1,219 @@
+"""Runs messages on CUDA streams over NCCL: all work of a bucket is enqueued from DDP's hook, and nobody waits for it.
+
+    encode   frames for all other ranks                     on the first stream, behind the bucket's gradients
+    scatter  all_to_all_single on DDP's own group
+    reduce   decode, add in the order of ranks, encode      on the second stream, behind the all-to-all
+    gather   all_gather_single
+    decode   means into the bucket; DDP's stream goes on behind it
+
+The frames of a message have a size that all ranks know beforehand. Behind the last bucket goes a row of checks, which
+the host reads two steps later: see checks.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import saved
+from ..collectives.topology import Topology
+from ..errors import Unsupported
+from ..routes import NAMED
+from ..sensitivity.shape import SecondMoments
+from .checks import Checks, Row
+from .compiler import compile_route
+from .on_device import DeviceMessage, StreamCodec
+from .program import Program
+from .slots import LATE, OWN, SUM, Slots
+
+OLDEST_TORCH = (2, 8)
+ROUTE = NAMED["alltoall"]
+_STATE = "exchange/slots"  # key of the state
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+Future = torch.futures.Future[torch.Tensor]
+
+
+def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why messages of this group cannot go by streams, and what to do; None: they can."""
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    try:
+        backend = group._get_backend(device).name()
+    except RuntimeError:
+        backend = "none"
+    if backend != "nccl":
+        return (
+            f"the process group's backend for GPUs is {backend}, and GPU models on such groups are not supported yet: "
+            "use init_process_group('nccl')"
+        )
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        return f"this is torch {torch.__version__}: install torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
+    return None
+
+
+class StreamMessage:
+    """Gradients of a bucket that are coded as one message, and stay where they are."""
+
+    def __init__(self, kind: str, codec: StreamCodec, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self.kind, self.codec, self.names, self.tensors = kind, codec, tuple(names), tensors
+        self.program: Program | None = None
+        self.version: object = None  # of what `message` was made for
+        self.message: DeviceMessage | None = None
+
+
+class StreamRunner:
+    """Runs the messages of one model, bucket by bucket, in the order in which DDP hands them out."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, topology: Topology, shapes: SecondMoments
+    ) -> None:
+        self._group, self._device, self._topology, self._shapes = group, device, topology, shapes
+        self._rank = dist.get_rank(group)
+        self._module = torch.get_device_module(device)
+        self._encoding, self._decoding = (_stream(device) for _ in range(2))
+        self._checks = Checks(group, device)
+        self._slots: dict[str, Slots] = {}  # by the digest of a message's program
+        self._late: list[tuple[int, dict[str, dict[str, int]]]] = []  # largest frames that slots do not know of yet
+        self._step, self._shapes_version, self._wants_results = 0, object(), False
+        self._uses_shapes = False
+        self._messages: list[DeviceMessage] = []  # of this step
+        self._norms: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
+        self._agreed: tuple[list[DeviceMessage], int] = [], 0  # the messages of the last step, and their digest
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """NCCL connects at first use: here, rather than in a step."""
+        world = dist.get_world_size(self._group)
+        small = torch.zeros(2, world, dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(small[0], small[1], group=self._group)
+        all_gather(small[0], small[1, :1], group=self._group)
+
+    # -- a step, on the thread of backward ----------------------------------------------------------------------
+
+    def begin(self, step: int, use_shapes: bool = True, compare_results: bool = False) -> list[Row]:
+        """Before the first bucket; returns what became known of earlier steps. PeerError: one of them was wrong."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Unsupported("gradients cannot be exchanged in a CUDA graph yet: capture forward and backward apart")
+        rows = self._read(step - LATE)
+        while self._late and self._late[0][0] <= step - LATE:
+            for digest, sizes in self._late.pop(0)[1].items():
+                self._slots[digest].note(sizes)
+        self._step, self._wants_results = step, compare_results
+        self._messages, self._norms, self._results = [], [], []
+        self._encoding.wait_stream(self._decoding)  # the row of the last step reads what encoders write
+        self._encoding.wait_stream(self._module.current_stream(self._device))
+        with torch.no_grad(), self._module.stream(self._encoding):
+            changed = self._shapes.renew() if use_shapes else False
+        if changed or use_shapes != self._uses_shapes:
+            self._shapes_version, self._uses_shapes = object(), use_shapes
+        return rows
+
+    def take(self, buffer: torch.Tensor, streamed: Sequence[StreamMessage], last: bool) -> Future:
+        """Enqueues the exchange of a bucket; the future is its averaged buffer."""
+        future: Future = (
+            torch.futures.Future(devices=[self._device]) if self._device.type == "cuda" else torch.futures.Future()
+        )
+        self._encoding.wait_stream(self._module.current_stream(self._device))
+        with torch.no_grad():
+            with self._module.stream(self._encoding):
+                messages = [self._message(each, buffer) for each in streamed]
+                scattered = []
+                for message in messages:
+                    message.encode(self._step)
+                    scattered.append(
+                        dist.all_to_all_single(message.received, message.sent, group=self._group, async_op=True)
+                    )
+            with self._module.stream(self._decoding):
+                for message, work in zip(messages, scattered):
+                    work.wait()
+                    message.reduce(self._step)
+                    gathered, own = message.gathered, message.sum_frame
+                    all_gather(gathered, own, group=self._group, async_op=True).wait()
+                    message.decode(self._step)
+                future.set_result(buffer)
+                self._messages += messages
+                self._norms += [message.norm() for message in messages]
+                if self._wants_results:
+                    self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
+                if last and self._messages:
+                    self._send_row()
+        return future
+
+    def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
+        """Buffers and tables of a message; made when its layout, its slots or its shapes are new."""
+        if streamed.program is None:
+            codec, sizes = streamed.codec, [tensor.numel() for tensor in streamed.tensors]
+            streamed.program = compile_route(
+                codec.text, ROUTE, streamed.names, sizes, buffer.dtype, self._topology, codec.codes_sums
+            )
+        program = streamed.program
+        slots = self._slots.get(program.digest) or streamed.codec.slots(program)
+        sizes_now: dict[str, int] = {}
+        if slots is not None:
+            self._slots[program.digest] = slots
+            slots.begin()
+            sizes_now = dict(slots.sizes)
+        version = (self._shapes_version, sizes_now) if slots is not None else None
+        if streamed.message is None or streamed.version != version:
+            shapes = self._shapes.of(streamed.names) if self._uses_shapes else [None] * len(streamed.names)
+            streamed.message = None  # its memory is free for the next one
+            streamed.message = streamed.codec.message(program, self._rank, buffer, streamed.tensors, shapes, sizes_now)
+            streamed.version = version
+        return streamed.message
+
+    def _send_row(self) -> None:
+        if self._messages != self._agreed[0]:
+            said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages]
+            shaped = self._shapes.names if self._uses_shapes else []
+            digest = hashlib.blake2b(repr((said, shaped)).encode(), digest_size=7).digest()
+            self._agreed = list(self._messages), int.from_bytes(digest, "little")
+        shapes = self._shapes.total() if self._uses_shapes and self._shapes.names else None
+        results = torch.stack(self._results).sum() if self._results else None
+        self._checks.send(self._step, self._agreed[1], self._messages, self._norms, shapes, results)
+
+    # -- what became of it --------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Row]:
+        """Waits for all that was enqueued; what became known of it. PeerError: something was wrong."""
+        return self._read(None)
+
+    def _read(self, last: int | None) -> list[Row]:
+        rows = self._checks.read(last)
+        self._late += [(row.step, row.sizes) for row in rows]
+        return rows
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The slots, and what they do not know of yet: all ranks have the same. To be drained before."""
+        slots = {digest: each.state_dict() for digest, each in self._slots.items()}
+        text = json.dumps({"slots": slots, "late": self._late}, sort_keys=True)
+        return {_STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the slots of a state; without any, where another runner saved it."""
+        if _STATE not in state:
+            self._slots, self._late = {}, []
+            return
+        text = saved.text(_STATE, state[_STATE])
+        try:
+            found = json.loads(text)
+            slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
+            late = [
+                (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
+                for step, sizes in found["late"]
+            ]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
+        self._slots = slots
+        self._late = [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else torch.cpu.Stream()  # type: ignore[no-untyped-call]

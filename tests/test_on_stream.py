@@ -1,0 +1,463 @@
+"""The stream runner on its stand-in: the bits of the interpreter, whatever DDP does with its buckets."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import emulated
+import pytest
+import streams
+import torch
+import torch.distributed as dist
+from conftest import gradient, same_bits
+from ranks import run_ranks
+from test_attach_noise import OPTIMIZERS, Task
+from test_programs import compiled
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from training import same
+
+import gradzip
+from gradzip import Fixed, GradzipWarning, PeerError, Rules, Unsupported
+from gradzip.codecs import parse
+from gradzip.collectives.topology import Topology
+from gradzip.engines.noise_layout import Shapes
+from gradzip.exchange import on_stream
+from gradzip.exchange.codecs import stream_codec
+from gradzip.exchange.coding import Message
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.on_stream import StreamMessage, StreamRunner
+from gradzip.sensitivity.shape import SecondMoments
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+SIZES = [3, 3000, 1, 700, 9001]
+NAMES = [f"t{i}" for i in range(len(SIZES))]
+STEPS = (5, 6)
+
+
+class GivenShapes(SecondMoments):
+    """Shapes for every other tensor."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__([], {})
+        drawn = [torch.randint(-12, 1, (n,), generator=torch.Generator().manual_seed(n + seed)) for n in SIZES]
+        self._shapes = {name: x.to(torch.int8) for i, (name, x) in enumerate(zip(NAMES, drawn)) if i % 2}
+        self._flat = torch.cat([shape for shape in self._shapes.values() if shape is not None])
+
+    def renew(self) -> bool:
+        return False
+
+
+class Rank:
+    """A runner with buckets of its own."""
+
+    def __init__(self, shapes: SecondMoments) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.topology = Topology(self.rank, tuple((rank,) for rank in range(self.world)))
+        self.runner = StreamRunner(group, torch.device("cpu"), self.topology, shapes)
+        self.buckets: dict[tuple[str, int, int], tuple[torch.Tensor, StreamMessage]] = {}
+
+    def step(self, codec: str, step: int, gradients: list[torch.Tensor], cuts: list[int]) -> list[torch.Tensor]:
+        rows = self.runner.begin(step)
+        means = []
+        for first, last in itertools.pairwise(cuts):
+            buffer, message = self.bucket(codec, first, last, gradients[0].dtype)
+            torch._foreach_copy_(list(message.tensors), gradients[first:last])
+            future = self.runner.take(buffer, [message], last == cuts[-1])
+            assert future.value() is buffer
+            means += [tensor.clone() for tensor in message.tensors]
+        self.rows = rows
+        return means
+
+    def bucket(self, codec: str, first: int, last: int, dtype: torch.dtype) -> tuple[torch.Tensor, StreamMessage]:
+        key = f"{codec}{dtype}", first, last
+        if key not in self.buckets:
+            made = stream_codec(parse(codec))
+            assert made is not None
+            buffer = torch.empty(sum(SIZES[first:last]), dtype=dtype)
+            message = StreamMessage(codec, made, NAMES[first:last], buffer.split_with_sizes(SIZES[first:last]))
+            self.buckets[key] = buffer, message
+        return self.buckets[key]
+
+
+def of_ranks(world: int, step: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    return [[gradient(n, 100 * step + 10 * rank + i, dtype) for i, n in enumerate(SIZES)] for rank in range(world)]
+
+
+def interpreted(codec: str, step: int, gradients: list[list[torch.Tensor]], shapes: SecondMoments) -> list[Any]:
+    world, dtype, made = len(gradients), gradients[0][0].dtype, stream_codec(parse(codec))
+    assert made is not None
+    topology = Topology(0, tuple((rank,) for rank in range(world)))
+    program = compiled(on_stream.ROUTE, SIZES, made.codec, topology, dtype=dtype)  # type: ignore[attr-defined]
+    known = Shapes(shapes.of(NAMES))
+    messages = [Message(program.names, dtype, rank, world, step, 0, known) for rank in range(world)]
+    return Interpreter(program, made.codec, messages).run(gradients)[0]  # type: ignore[attr-defined]
+
+
+def compare(rank: int, codec: str) -> dict[str, bool]:
+    streams.install()
+    world, found = dist.get_world_size(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = Rank(GivenShapes())
+        for step in STEPS:
+            gradients = of_ranks(world, step, dtype)
+            expected = interpreted(codec, step, gradients, GivenShapes())
+            for cuts in ([0, 5], [0, 1, 3, 5]):
+                means = mine.step(codec, step, gradients[rank], cuts)
+                found[f"{dtype} {step} {cuts}"] = all(map(same_bits, means, expected))
+        mine.runner.drain()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", ["noise", "cast", "cast:to=fp16", "identity"])
+def test_runner_gives_the_bits_of_the_interpreter_whatever_the_buckets(world: int, codec: str) -> None:
+    for found in run_ranks(world, compare, codec):
+        assert all(found.values()), found
+
+
+def counted(rank: int) -> dict[str, Any]:
+    streams.install()
+    mine, world = Rank(GivenShapes()), dist.get_world_size()
+    gradients = of_ranks(world, 5, torch.float32)
+    means = mine.step("noise", 0, gradients[rank], [0, 5])
+    (row,) = mine.runner.drain()
+    return {"row": row, "means": means, "bytes": mine.bucket("noise", 0, 5, torch.float32)[1].message.bytes_sent}  # type: ignore[union-attr]
+
+
+def test_a_row_tells_what_the_host_runner_tells() -> None:
+    from test_noise_messages import expected_noise
+
+    shapes = GivenShapes().of(NAMES)
+    for found in run_ranks(3, counted):
+        outcome, squares = found["row"].outcome, sum(float(m.double().square().sum()) for m in found["means"])
+        assert outcome.squares == pytest.approx(squares, rel=1e-9)
+        assert outcome.allowed == pytest.approx(0.01 * squares, rel=1e-9)
+        assert outcome.noise == pytest.approx(expected_noise(of_ranks(3, 5, torch.float32), shapes), rel=1e-5)
+        assert (outcome.values, outcome.coarser, outcome.finite) == (sum(SIZES), 0, True)
+        assert outcome.bytes_sent == found["bytes"]
+
+
+# --- By attach -------------------------------------------------------------------------------------------------------
+
+
+def attached(rank: int, optimizer: str) -> dict[str, Any]:
+    """The host runner first, which gives the bits of the interpreter; then the stand-in, with several buckets."""
+    logs = Task(optimizer=optimizer)
+    logs.train(0, 12)
+    out: dict[str, Any] = {"host": logs.parameters()}
+    streams.install()
+    for name, options in {"small": {}, "large": {"bucket_mb": 25, "gradient_as_bucket_view": True}}.items():
+        task = Task(optimizer=optimizer, **options)
+        task.train(0, 12)
+        out[name], out[f"{name} stats"] = task.parameters(), task.handle.stats()
+    whole = Task(optimizer=optimizer)
+    for number in range(12):
+        if number in (2, 7, 9):
+            state = {"model": whole.model.module, "optimizer": whole.optimizer, "handle": whole.handle}
+            saved = {name: torch.utils._pytree.tree_map(_copied, part.state_dict()) for name, part in state.items()}
+            again = Task(optimizer=optimizer)
+            again.model.module.load_state_dict(saved["model"])
+            again.optimizer.load_state_dict(saved["optimizer"])
+            again.handle.load_state_dict(saved["handle"])
+            again.train(number, 12)
+            out[f"from {number}"] = again.parameters()
+            out[f"slots from {number}"] = _slots(again)
+        whole.step(number)
+    out["whole"], out["slots"] = whole.parameters(), _slots(whole)
+    return out
+
+
+def _slots(task: Task) -> dict[str, Any]:
+    """Of the messages that are in use since DDP has rebuilt its buckets."""
+    assert task.handle._stream is not None
+    runner = task.handle._stream
+    return {m.program.digest: (m.sent.numel(), m.gathered.numel()) for m in runner._messages}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_attach_gives_the_bits_of_the_host_runner_and_resumes(optimizer: str) -> None:
+    ranks = run_ranks(3, attached, optimizer)
+    for found in ranks:
+        for case in ("host", "small", "large", "whole", "from 2", "from 7", "from 9"):
+            assert same(found[case], ranks[0]["host"]), case
+        stats = found["small stats"]
+        assert stats["runner"] == "stream"
+        assert stats["steps"] == 12
+        assert 0 < stats["noise"]["share"] <= stats["noise"]["worst"] <= 0.02
+        assert stats["noise"]["coarser"] == 0
+        assert 3 < stats["noise"]["bits"] < 40, "most of these small slots is room for headers"
+        assert found["slots"].keys() == found["slots from 9"].keys()
+
+
+def loops(rank: int) -> dict[str, Any]:
+    streams.install()
+    out: dict[str, Any] = {}
+
+    task = Task()
+    for number in range(6):
+        task.optimizer.zero_grad()
+        with task.model.no_sync():
+            task.backward(10 * number)
+        task.backward(10 * number + 1)
+        task.optimizer.step()
+    out["accumulation"] = task.parameters(), task.handle.stats()["steps"]
+
+    for name in ("static_graph", "find_unused_parameters"):
+        task = Task(**{name: True})
+        task.train(0, 6)
+        out[name] = task.parameters(), task.handle.stats()["steps"]
+
+    task = Task()
+    with Join([task.model]):
+        for number in range(6 if rank == 0 else 8):
+            task.step(number)
+    out["join"] = task.parameters(), task.handle.stats()["steps"]
+
+    task = Task(dtype=torch.bfloat16)
+    task.train(0, 6)
+    out["bfloat16"] = task.parameters(), task.handle.stats()["noise"]["share"]
+
+    task = Task()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for number in range(6):
+        task.optimizer.zero_grad()
+        task.backward(number, scaler.scale(torch.tensor(torch.inf if number == 4 and rank == 1 else 1.0)))
+        scaler.step(task.optimizer)
+        scaler.update()
+    out["overflow"] = task.parameters(), (scaler.get_scale(), task.handle.stats()["noise"]["worst"])
+
+    task = Task()
+    task.train(0, 3)
+    task.handle.set_policy(Fixed("gcomp:mode=lossless"))
+    task.train(3, 5)
+    task.handle.set_policy("noise:share=3%")
+    task.train(5, 7)
+    kinds = sorted(task.handle.stats()["codecs"])
+    task.handle.detach()
+    task.train(7, 8)
+    out["set_policy"] = task.parameters(), kinds
+
+    task = Task(Rules({"*.weight": "noise", "0.bias": "cast"}, small=True))
+    task.train(0, 6)
+    out["mixed"] = task.parameters(), sorted(task.handle.stats()["codecs"])
+    return out
+
+
+def test_training_loops() -> None:
+    ranks = run_ranks(3, loops)
+    for found in ranks:
+        for case, (parameters, _) in found.items():
+            assert all(bool(p.isfinite().all()) for p in parameters), case
+            if case != "join":  # a rank that has joined takes no more steps
+                assert same(parameters, ranks[0][case][0]), f"{case}: replicas differ"
+        for case in ("accumulation", "static_graph", "find_unused_parameters"):
+            assert found[case][1] == 6, case
+        assert same(found["static_graph"][0], found["find_unused_parameters"][0])
+        assert found["join"][1] == 8
+        assert found["bfloat16"][1] <= 0.02
+        assert found["overflow"][1][0] == 512
+        assert found["overflow"][1][1] <= 0.02, "the step that overflowed does not count"
+        assert "gcomp:mode=lossless/alltoall" in found["set_policy"][1]
+        assert found["mixed"][1] == ["cast/alltoall", "identity/allreduce", "noise/alltoall"]
+    assert same(ranks[1]["join"][0], ranks[2]["join"][0])
+
+
+# --- What goes wrong -------------------------------------------------------------------------------------------------
+
+
+def corrupted(rank: int, how: str) -> dict[str, Any]:
+    """In step 3 something arrives, or is there, that is not what it should be."""
+    streams.install()
+    task = Task(optimizer="AdamW", bucket_mb=25)
+    out: dict[str, Any] = {"good": [], "said": "", "at": -1}
+    exchange = dist.all_to_all_single
+    try:
+        for number in range(12):
+            if number == 7 and rank == 1 and how == "moments":
+                task.optimizer.state[next(task.model.parameters())]["exp_avg_sq"].view(-1)[:100] *= 2.0**-20
+            if number == 7 and rank == 1 and how == "frame":
+
+                def damage(out: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+                    sent.view(2, -1)[0, 26] ^= 0xFF  # in the head of the frame for rank 0
+                    return exchange(out, sent, **options)
+
+                dist.all_to_all_single = damage
+            out["at"] = number
+            task.step(number)
+            dist.all_to_all_single = exchange
+            if number == 7:
+                out["finite"] = bool(task.gradients().isfinite().all())
+    except RuntimeError as error:
+        out["said"] = str(error)
+    try:
+        task.handle.state_dict()
+        out["state"] = "saved"
+    except PeerError as error:
+        out["state"] = str(error)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("frame", "at step 7 rank 1 sent a frame of '"),
+        ("moments", "at step 7 ranks have other second moments in their optimizers"),
+    ],
+)
+def test_what_is_not_as_expected_is_told_two_steps_later(how: str, said: str) -> None:
+    for found in run_ranks(2, corrupted, how):
+        assert said in found["said"]
+        assert "the last good step is 6" in found["said"]
+        assert found["at"] == 9
+        assert "Go on from the last checkpoint" in found["state"], "nothing is saved after that"
+        if how == "frame":
+            assert not found["finite"]
+
+
+def saved_too_late(rank: int) -> str:
+    """The host asks for a state right after a bad step, before it would have read the row."""
+    streams.install()
+    task = Task(bucket_mb=25)
+    task.train(0, 2)
+    if rank == 0:
+        exchange = on_stream.all_gather
+
+        def damage(out: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
+            own[26] ^= 0xFF
+            return exchange(out, own, **options)
+
+        on_stream.all_gather = damage
+    task.step(2)
+    with pytest.raises(PeerError) as raised:
+        task.handle.state_dict()
+    return str(raised.value)
+
+
+def test_no_state_is_saved_after_a_bad_step() -> None:
+    for said in run_ranks(2, saved_too_late):
+        assert "at step 2 rank 0 sent a sum of '" in said
+
+
+def other_policies(rank: int) -> str:
+    streams.install()
+    task = Task()
+    task.train(0, 2)
+    task.handle.set_policy("noise:share=3%" if rank else "noise:share=2%")
+    try:
+        task.step(2)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_other_policies_are_told_before_anything_is_exchanged() -> None:
+    for said in run_ranks(2, other_policies):
+        assert "ranks disagree" in said
+        assert "noise:share=0.02" in said
+        assert "noise:share=0.03" in said
+
+
+def results_compared(rank: int) -> str:
+    streams.install()
+    import os
+
+    os.environ["GRADZIP_CHECK"] = "1"
+    task = Task(optimizer="SGD")
+    task.train(0, 3)
+    task.handle.stats()
+    if rank:
+        kept = on_stream.DeviceMessage.norm
+        on_stream.DeviceMessage.norm = lambda self: (self._buffer.view(-1)[:1].add_(1.0), kept(self))[1]  # type: ignore[assignment]
+    task.step(3)
+    try:
+        task.handle.state_dict()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_results_that_differ_are_told_if_asked_for() -> None:
+    for said in run_ranks(2, results_compared):
+        assert "at step 3 ranks have other averaged gradients" in said
+
+
+def refused(rank: int) -> dict[str, str]:
+    streams.install()
+    said = {}
+    for name, policy in {
+        "powersgd": Rules({"0.weight": "noise", "2.weight": "powersgd:rank=2"}, small=True),
+        "learns": gradzip.Accordion("noise", "noise:share=10%"),
+    }.items():
+        on_stream_device = torch.device("cuda", 0)
+        from gradzip.hooks import runners
+
+        choose = runners.choose
+        runners.choose = lambda ways, device, *rest: choose(ways, on_stream_device, *rest)  # noqa: B023
+        with pytest.raises(Unsupported) as raised:
+            Task(policy)
+        runners.choose = choose
+        said[name] = str(raised.value)
+    return said
+
+
+def test_what_the_stream_runner_cannot_do_is_refused_at_attach() -> None:
+    for said in run_ranks(2, refused):
+        assert "have powersgd:rank=2/factors, and on a GPU the two cannot be mixed" in said["powersgd"]
+        assert "looks at averaged gradients" in said["learns"]
+
+
+def reasons(rank: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return str(on_stream.reason_against(group, torch.device("cuda", 0)))
+
+
+def test_gpu_models_on_gloo_groups_are_told_what_to_do() -> None:
+    (said,) = run_ranks(1, reasons)
+    assert "GPU models on such groups are not supported yet: use init_process_group('nccl')" in said
+
+
+def warnings_of(rank: int) -> list[str]:
+    streams.install()
+    task = Task()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GradzipWarning)
+        task.train(0, 6)
+        task.handle.stats()
+    return [str(one.message) for one in caught]
+
+
+def test_an_ordinary_run_warns_of_nothing() -> None:
+    assert run_ranks(2, warnings_of) == [[], []]
+
+
+def embedded(rank: int) -> bool:
+    """Sparse gradients are averaged by torch, beside messages of the stream runner."""
+    streams.install()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(32, 4))
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradzip.attach(model, optimizer, "noise")
+    for step in range(4):
+        optimizer.zero_grad()
+        rows = torch.randint(0, 50, (6, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+        model(rows).square().sum().backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    return handle.stats()["runner"] == "stream" and same_bits(both[0], both[1]) and bool(flat.isfinite().all())
+
+
+def test_sparse_gradients_are_left_to_torch() -> None:
+    assert all(run_ranks(2, embedded))

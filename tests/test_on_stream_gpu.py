@@ -1,0 +1,131 @@
+"""The stream runner over NCCL: ranks share a GPU, and the means are those of the interpreter on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import same_bits
+from ranks import TIMEOUT, run_ranks
+from test_programs import compiled
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import same
+
+import gradzip
+from gradzip.codecs import parse
+from gradzip.collectives.topology import Topology
+from gradzip.engines.noise_layout import Shapes
+from gradzip.exchange import on_stream, slots
+from gradzip.exchange.codecs import stream_codec
+from gradzip.exchange.coding import Message
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.program import Program
+from gradzip.sensitivity.near import memory_order
+
+WORLD, STEPS = 4, 11
+
+
+def flat(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """In the order of memory, on the CPU."""
+    return x.detach().permute(memory_order(like)).reshape(-1).cpu()
+
+
+class Trained:
+    def __init__(self, policy: str, bucket_mb: float) -> None:
+        torch.manual_seed(1)
+        torch.backends.cudnn.deterministic = True
+        net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 200), nn.Linear(200, 7))
+        net = net.cuda().to(memory_format=torch.channels_last)
+        self.model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.handle = gradzip.attach(self.model, self.optimizer, gradzip.Fixed(policy), timeout=TIMEOUT)
+        self.names = [name for name, _ in net.named_parameters()]
+        self.parameters = list(net.parameters())
+
+    def backward(self, number: int) -> list[torch.Tensor]:
+        self.optimizer.zero_grad()
+        draw = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        self.model(torch.randn(8, 3, 8, 8, generator=draw).cuda()).square().mean().backward()
+        return [flat(p.grad, p) for p in self.parameters if p.grad is not None]
+
+    def program(self, codec: Any) -> Program:
+        topology = Topology(0, tuple((rank,) for rank in range(WORLD)))
+        sizes = [p.numel() for p in self.parameters]
+        return replace(compiled(on_stream.ROUTE, sizes, codec, topology), names=tuple(self.names))
+
+
+def gathered(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    own = torch.cat(tensors).cuda()
+    all_ranks = [torch.empty_like(own) for _ in range(WORLD)]
+    dist.all_gather(all_ranks, own)
+    return [list(x.cpu().split_with_sizes([t.numel() for t in tensors])) for x in all_ranks]
+
+
+def trained(rank: int, policy: str) -> dict[str, Any]:
+    slots.FIRST_ROOM = 100.0  # every frame fits: none is coarser than the interpreter's
+    task, made = Trained(policy, 0.02), stream_codec(parse(policy))
+    assert made is not None
+    codec = made.codec  # type: ignore[attr-defined]
+    program, wrong = task.program(codec), []
+    for number in range(STEPS):
+        with task.model.no_sync():
+            own = task.backward(number)
+        everybodys = gathered(own)
+        means = task.backward(number)
+        found = task.handle._shapes.of(task.names)
+        shapes = Shapes([None if shape is None else shape.cpu() for shape in found])
+        messages = [Message(program.names, torch.float32, r, WORLD, number, 0, shapes) for r in range(WORLD)]
+        expected = Interpreter(program, codec, messages).run(everybodys)[rank]
+        wrong += [f"{name} at {number}" for name, a, b in zip(task.names, means, expected) if not same_bits(a, b)]
+        task.optimizer.step()
+    stats, state = task.handle.stats(), task.handle.state_dict()
+    task.handle.detach()
+    again = Trained(policy, 25)
+    again.handle.load_state_dict(state)
+    return {"wrong": wrong, "parameters": [p.detach().cpu() for p in task.parameters], "stats": stats,
+            "shaped": sum(shape is not None for shape in found)}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("policy", ["noise", "cast"])
+def test_means_are_those_of_the_interpreter_and_replicas_identical(policy: str) -> None:
+    ranks = run_ranks(WORLD, trained, policy, deadline=300, backend="nccl")
+    for found in ranks:
+        assert found["wrong"] == []
+        assert same(found["parameters"], ranks[0]["parameters"])
+        assert found["stats"]["runner"] == "stream"
+        assert found["stats"]["steps"] == STEPS
+    if policy == "noise":
+        assert ranks[0]["shaped"] == len(ranks[0]["parameters"])
+        assert 0 < ranks[0]["stats"]["noise"]["worst"] <= 0.02
+
+
+def damaged(rank: int) -> str:
+    task, exchange = Trained("noise", 25), dist.all_to_all_single
+
+    def damage(out: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+        sent.view(2, -1)[0, 26] ^= 0xFF  # in the head of the frame for rank 0
+        return exchange(out, sent, **options)
+
+    try:
+        for number in range(6):
+            if number == 2 and rank == 1:
+                dist.all_to_all_single = damage
+            task.backward(number)
+            dist.all_to_all_single = exchange
+    except RuntimeError as error:
+        return f"{number}: {error}"
+    return ""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(220)
+def test_a_damaged_frame_is_told_two_steps_later() -> None:
+    for said in run_ranks(2, damaged, backend="nccl"):
+        assert said.startswith("4: ")
+        assert "at step 2 rank 1 sent a frame of '" in said
