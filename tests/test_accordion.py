@@ -222,5 +222,5 @@ def test_nonsense_is_refused(options: dict[str, float]) -> None:
 
 
 def test_codecs_must_exist() -> None:
-    with pytest.raises(Unsupported, match="did you mean 'powersgd'"):
+    with pytest.raises(Unsupported, match="Did you mean 'powersgd'"):
         Accordion("powersdg", "powersgd")

@@ -12,8 +12,9 @@ import pytest
 import torch
 from conftest import same_bits
 
+from gradzip import wire
 from gradzip.engines import noise_layout, reference_noise
-from gradzip.engines.noise_layout import Part
+from gradzip.engines.noise_layout import Part, Slot
 from gradzip.exchange.parts import Table
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
@@ -52,15 +53,19 @@ class Ranks:
 
 
 def frame(parts: list[Part]) -> torch.Tensor:
-    room = torch.zeros(noise_layout.body_bound([p.values.numel() for p in parts]), dtype=torch.uint8)
-    size, notch = reference_noise.encode(parts, room)
-    assert notch == 0
-    return room[:size]
+    (written,) = reference_noise.encode_frames([slot := slot_of(parts)], STEP, 0)
+    assert written.notch == 0
+    return slot.out[: written.size]
+
+
+def slot_of(parts: list[Part]) -> Slot:
+    bound = wire.HEADER_BYTES + noise_layout.body_bound([p.values.numel() for p in parts])
+    return Slot(parts, torch.zeros(bound, dtype=torch.uint8))
 
 
 def read(body: torch.Tensor, parts: list[Part], divisor: int = 1) -> list[torch.Tensor]:
     outs = [Part(torch.full_like(part.values, 7.0), shape=part.shape) for part in parts]
-    reference_noise.decode(body, outs, divisor=divisor)
+    reference_noise.decode_frame(body, outs, STEP, 0, divisor=divisor)
     return [part.values for part in outs]
 
 
@@ -111,10 +116,11 @@ def test_own_gradients_sums_and_mean_are_those_of_frames(world: int, shaped: boo
                 assert same_bits(values, own[rank][t][here]), (layout.names[t], rank)
             terms.append(mine[rank] if rank == owner else body)
         parts = ranks.parts(owner, "sum")
-        out = torch.zeros(noise_layout.body_bound([p.values.numel() for p in parts]), dtype=torch.uint8)
-        size, notch = reference_noise.reduce(terms, parts, out)
-        assert notch == 0
-        for (t, here), total, average in zip(places, read(out[:size], parts), read(out[:size], parts, world)):
+        slot = slot_of(parts)
+        written = reference_noise.reduce(terms, slot, STEP, 0)
+        assert written.notch == 0
+        sent = slot.out[: written.size]
+        for (t, here), total, average in zip(places, read(sent, parts), read(sent, parts, world)):
             assert same_bits(total, sums[t][here]), layout.names[t]
             assert same_bits(average, mean[t][here]), layout.names[t]
             compared += total.numel()
