@@ -146,7 +146,8 @@ class Backward:
             work = dist.all_reduce(gradient.div_(self.channel.world), group=group, async_op=True)
             future = work.get_future().then(self._sparse_ended)
         if last:
-            self._all_came(None)
+            on_gpu = gradient.device.type == "cuda"
+            self._all_came(torch.cuda.current_stream(gradient.device).record_event() if on_gpu else None)
         return future
 
     def _sparse_ended(self, future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

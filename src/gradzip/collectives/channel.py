@@ -243,10 +243,10 @@ class Channel:
                 f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
                 f"where nothing is compressed: {_plain(error)}"
             )
-        elif rank is not None and self.health.stood_still > 0.8 * self._heartbeat:
+        elif rank is not None and (still := self.health.stood_still()) is not None:
             rank = self.rank
             text = (
-                f"rank {rank} stood still for {self.health.stood_still:.0f} s, and the other ranks gave it up after a "
+                f"rank {rank} stood still for {still:.0f} s, and the other ranks gave it up after a "
                 f"heartbeat of {self._heartbeat:.0f} s: it was stopped, or its host was suspended. "
                 "See attach(heartbeat=)"
             )

@@ -23,6 +23,7 @@ from . import sockets
 
 _PERIOD = 0.5  # seconds between looks at the store; heartbeats follow at a tenth of the timeout
 _LAST_WORDS, _HEARD = "failed", "heard"
+_RECENT = 10.0  # seconds in which a process that stood still learns that others gave it up
 _HOST_LOST = 3.0  # seconds of refused connections after which the store's host counts as dead
 
 
@@ -36,7 +37,7 @@ class Health:
         before = sockets.found()
         self._stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]  # for the heart, and for last words
         self._sockets = sockets.found() - before
-        self.stood_still = 0.0  # seconds, the last time that this whole process did
+        self._still = 0.0, 0.0  # for how many seconds this whole process stood still, and when that ended
         self._stop = threading.Event()
         self._contact = time.monotonic()
         self._refused: float | None = None
@@ -68,6 +69,11 @@ class Health:
         """
         self._stop.set()
         sockets.shut_down(self._sockets)
+
+    def stood_still(self) -> float | None:
+        """For how long this process has just stood still, if the others must take it for dead; None: it did not."""
+        seconds, ended = self._still
+        return seconds if seconds > 0.8 * self._timeout and time.monotonic() - ended < _RECENT else None
 
     # -- last words ---------------------------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class Health:
         while not self._stop.wait(_PERIOD):
             now = time.monotonic()
             if now - last > 5 * _PERIOD:  # it was this process that stood still: let the heart look again first
-                self._contact, self.stood_still = now, now - last
+                self._contact, self._still = now, (now - last, now)
                 self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
             last = now
             if now - self._contact > self._timeout:
