@@ -25,6 +25,7 @@ from torch.optim import SGD
 from gradzip import capture, wire
 from gradzip.engines import native_noise, noise_layout, reference_noise
 from gradzip.engines.noise_layout import Part, Slot
+from gradzip.sensitivity.shape import shape_of
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent.parent / "bench"))
@@ -83,7 +84,7 @@ def language_model() -> Iterator[Source]:
     sizes = [p.numel() for p in capture.ByteModel(capture.BENCH).parameters()]
     tensors = list(torch.split(snapshot.gradient, sizes))
     yield Source("transformer", [tensors], [None] * len(sizes))
-    shapes = [noise_layout.shape_of(v) for v in torch.split(snapshot.second, sizes)]
+    shapes = [shape_of(v) for v in torch.split(snapshot.second, sizes)]
     yield Source("transformer, shape", [tensors], list(shapes))
 
 

@@ -26,8 +26,9 @@ from ..codecs.gcomp import GComp
 from ..codecs.noise import Noise
 from ..engines import noise_layout, reference_noise
 from ..engines.layout import EXACT, Floor
-from ..engines.noise_layout import Part, Slot, shape_of
+from ..engines.noise_layout import Part, Slot
 from ..errors import GradzipError, Unsupported
+from ..sensitivity.shape import shape_of
 from .entropy import bound_bits
 from .sample import Sample
 

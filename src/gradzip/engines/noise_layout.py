@@ -259,18 +259,6 @@ def offset_of(rank: int, world: int) -> int:
     return (rank << 32) // world
 
 
-def shape_of(second: torch.Tensor) -> torch.Tensor | None:
-    """The shape that a second moment gives: half its exponent, counted from the tensor's largest.
-
-    None where it says nothing: all zero, or not finite.
-    """
-    exponent = second.detach().reshape(-1).view(torch.int32) >> 23 & 255
-    if not exponent.numel() or not bool((largest := exponent.max()) > 0) or bool(largest == 255):
-        return None
-    half = exponent >> 1
-    return (half - half.max()).clamp(min=DEEPEST).to(torch.int8)
-
-
 def level(statistics: Statistics, share: float, world: int, hops: int = 2) -> float:
     """The level of a tensor of this rank: `hops` lossy hops on the way to the mean add up to `share` at most."""
     if statistics.squares == 0:

@@ -1,7 +1,7 @@
 """Programs: an exchange as a list of steps, compiled once from a route and a message's layout.
 
 A program says what every rank does with a message until all ranks have its mean. It is data: the interpreter and the
-runners run it, the planner prices its steps, and ranks compare its digest before they start.
+host runner run it step by step, the stream runner takes layout and digest from it, and ranks compare its digest.
 
 Steps read and write named buffers. A buffer holds plain values or frames, of the part of the message that a rank has
 at that moment. Which part that is follows from groups, not from the rank's number, so one program serves all ranks:

@@ -175,11 +175,14 @@ class SecondMoments:
         return self._places[name]
 
 
-def shape_of(second: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor | None:
+def shape_of(
+    second: torch.Tensor, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """The shape of flat float32 second moments, written to `out`; None where they are not finite, or all zero.
 
     `scratch` is room for some int32: fresh memory would cost more than the work itself.
     """
+    out = torch.empty(second.numel(), dtype=torch.int8) if out is None else out
     scratch = torch.empty(AT_ONCE, dtype=torch.int32) if scratch is None else scratch
     if not second.numel():
         return None
