@@ -80,7 +80,7 @@ class SecondMoments:
     def _renew_on_stream(self) -> bool:
         """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
         before = self._shapes
-        moved = not all(kept.state.get(kept.key) is kept.second for kept in self._kept)
+        moved = not all(self._is_there(kept) for kept in self._kept)
         if moved or self._unsettled or any(self._state(parameter) for parameter in self._without):
             self._prepare()
         for kept in self._kept:
@@ -91,6 +91,11 @@ class SecondMoments:
         if self._shaper is not None:
             self._shaper.run()
         return self._shapes.keys() != before.keys()
+
+    def _is_there(self, kept: _Kept) -> bool:
+        """Whether the optimizer still has it; load_state_dict makes new states, and leaves old ones as they were."""
+        state = self._state(kept.parameter)
+        return state is kept.state and state.get(kept.key) is kept.second
 
     def _prepare(self) -> None:
         """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
