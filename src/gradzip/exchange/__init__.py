@@ -11,6 +11,5 @@ interpreter   runs a program for all ranks in one process, in plain torch: the o
 on_host       runs a program over Gloo, from and to the memory of the CPU
 on_stream     runs messages of known size on CUDA streams over NCCL, without waiting for the host
 on_device     such a message: its buffers on the GPU, and what codes it there
-slots         sizes of frames that have no fixed size
 checks        the row of numbers by which the host learns what became of a step on streams
 """

@@ -86,7 +86,7 @@ class StreamRunner:
         self._messages: list[DeviceMessage] = []  # of this step
         self._norms: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
-        self._agreed: tuple[list[DeviceMessage], int] = [], 0  # the messages of the last step, and their digest
+        self._agreed: tuple[object, int] = None, 0  # what all ranks must have alike in a step, and its digest
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -138,14 +138,20 @@ class StreamRunner:
                     gathered, own = message.gathered, message.sum_frame
                     all_gather(gathered, own, group=self._group, async_op=True).wait()
                     message.decode(self._step)
-                future.set_result(buffer)
                 self._messages += messages
                 self._norms += [message.norm() for message in messages]
                 if self._wants_results:
                     self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
-                if last and self._messages:
-                    self._send_row()
+                future.set_result(buffer)  # who waits for it may write to the buffer: nothing reads it from here on
+        if last:
+            self.end()
         return future
+
+    def end(self) -> None:
+        """After the last bucket; `take` calls it, unless torch averages that one."""
+        if self._messages:
+            with torch.no_grad(), self._module.stream(self._decoding):
+                self._send_row()
 
     def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
         """Buffers and tables of a message; made when its layout, its slots or its shapes are new."""
@@ -170,12 +176,12 @@ class StreamRunner:
         return streamed.message
 
     def _send_row(self) -> None:
-        if self._messages != self._agreed[0]:
-            said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages]
-            shaped = self._shapes.names if self._uses_shapes else []
-            digest = hashlib.blake2b(repr((said, shaped)).encode(), digest_size=7).digest()
-            self._agreed = list(self._messages), int.from_bytes(digest, "little")
-        shapes = self._shapes.total() if self._uses_shapes and self._shapes.names else None
+        shaped = self._shapes.names if self._uses_shapes else []
+        said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages], shaped
+        if said != self._agreed[0]:
+            digest = hashlib.blake2b(repr(said).encode(), digest_size=7).digest()
+            self._agreed = said, int.from_bytes(digest, "little")
+        shapes = self._shapes.total() if shaped else None
         results = torch.stack(self._results).sum() if self._results else None
         self._checks.send(self._step, self._agreed[1], self._messages, self._norms, shapes, results)
 

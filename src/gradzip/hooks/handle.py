@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -132,8 +133,12 @@ class Handle:
 
     def _agreement(self, scheme: _Scheme) -> str:
         """What all ranks must have alike before they exchange anything by this scheme."""
-        by = f" on streams with torch {torch.__version__}" if scheme.streams else ""
-        return f"{len(self._names)} tensors, {scheme.words}{by}"
+        text = f"{len(self._names)} tensors, {scheme.words}"
+        if not scheme.streams:  # what differs is told when the first messages meet
+            return text
+        pairs = repr([(name, way.kind) for name, way in scheme.ways.items()])
+        digest = hashlib.blake2b(pairs.encode(), digest_size=4).hexdigest()
+        return f"{text} on streams with torch {torch.__version__}; names and codecs have the digest {digest}"
 
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
@@ -437,8 +442,8 @@ class Handle:
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
         runner = runners.choose(ways, self._device, self._group, self._learns)
         before, self._scheme = self._scheme, _Scheme(ways, runner)
-        if self._scheme.streams and self._scheme.words != before.words:
-            self._channel.compare(self._agreement(self._scheme), wait=True)  # unequal sizes would hang NCCL
+        if self._scheme.streams and (text := self._agreement(self._scheme)) != self._agreement(before):
+            self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
             self._start_stream()
 
     def _begin_streamed(self) -> StreamedBackward:
@@ -446,7 +451,8 @@ class Handle:
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         joins = model is not None and model._join_config.enable
-        self._note(lambda: runner.begin(self._steps, use_shapes=not joins, compare_results=self._checks))
+        use_shapes = self._scheme.whole and not joins  # other codecs than noise have no use for them
+        self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
 
