@@ -347,6 +347,34 @@ def test_no_state_is_saved_after_a_bad_step() -> None:
         assert "at step 2 rank 0 sent a sum of '" in said
 
 
+def loaded(rank: int) -> dict[str, Any]:
+    """A state with slots, on a handle that needs no stream runner yet; and a damaged one."""
+    streams.install()
+    task, out = Task(), dict[str, Any]()
+    task.train(0, 3)
+    state = task.handle.state_dict()
+    later = Task("gcomp:mode=lossless")
+    later.handle.set_policy("noise")
+    later.handle.load_state_dict(state)
+    later.step(3)
+    assert task.handle._stream is not None
+    assert later.handle._stream is not None
+    out["slots"] = task.handle._stream._slots.keys() <= later.handle._stream._slots.keys()
+    changed: list[Any] = []
+    task.handle._memory.load_state_dict = lambda *given: changed.append(given)  # type: ignore[method-assign]
+    with pytest.raises(Unsupported) as raised:
+        task.handle.load_state_dict(state | {"exchange/slots": torch.tensor(list(b"{}"), dtype=torch.uint8)})
+    out["said"], out["changed"] = str(raised.value), len(changed)
+    return out
+
+
+def test_slots_of_a_state_wait_for_the_runner_and_damaged_ones_change_nothing() -> None:
+    for found in run_ranks(2, loaded):
+        assert found["slots"]
+        assert "the state's 'exchange/slots' is damaged" in found["said"]
+        assert found["changed"] == 0
+
+
 def other_policies(rank: int) -> str:
     streams.install()
     task = Task()

@@ -37,6 +37,8 @@ _STATE = "exchange/slots"  # key of the state
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Future = torch.futures.Future[torch.Tensor]
+_Late = list[tuple[int, dict[str, dict[str, int]]]]  # sizes of a step, by the digest of a message's program
+SavedSlots = tuple[dict[str, Slots], _Late]
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -80,7 +82,7 @@ class StreamRunner:
         self._encoding, self._decoding = (_stream(device) for _ in range(2))
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
-        self._late: list[tuple[int, dict[str, dict[str, int]]]] = []  # largest frames that slots do not know of yet
+        self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
         self._messages: list[DeviceMessage] = []  # of this step
@@ -202,23 +204,26 @@ class StreamRunner:
         text = json.dumps({"slots": slots, "late": self._late}, sort_keys=True)
         return {_STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the slots of a state; without any, where another runner saved it."""
-        if _STATE not in state:
-            self._slots, self._late = {}, []
-            return
-        text = saved.text(_STATE, state[_STATE])
-        try:
-            found = json.loads(text)
-            slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
-            late = [
-                (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
-                for step, sizes in found["late"]
-            ]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
-        self._slots = slots
-        self._late = [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
+    def go_on_from(self, read: SavedSlots) -> None:
+        """Goes on with the slots of a state, as `read_state` gave them."""
+        self._slots, self._late = read
+
+
+def read_state(state: Mapping[str, Any]) -> SavedSlots:
+    """What a state holds of slots; nothing, where another runner saved it. Unsupported: it is damaged."""
+    if _STATE not in state:
+        return {}, []
+    text = saved.text(_STATE, state[_STATE])
+    try:
+        found = json.loads(text)
+        slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
+        late = [
+            (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
+            for step, sizes in found["late"]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
+    return slots, [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
 
 
 def _stream(device: torch.device) -> Any:

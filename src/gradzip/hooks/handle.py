@@ -106,6 +106,7 @@ class Handle:
         on_streams = on_stream.reason_against(group, self._device) is None
         self._shapes, self._shapes_version = SecondMoments(optimizers, self._names, on_streams), object()
         self._stream: on_stream.StreamRunner | None = None
+        self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
         self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({}, runners.HOST)
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
@@ -118,18 +119,25 @@ class Handle:
         self._lock = threading.Lock()
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
+        self._meet(_Scheme(ways, runner))
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
-        scheme = _Scheme(ways, runner)
-        self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
-        if scheme.streams:
-            self._scheme = scheme
-            self._start_stream()
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
+
+    def _meet(self, scheme: _Scheme) -> None:
+        """Compares with the other ranks what the first step will be; gives the channel back if they differ."""
+        try:
+            self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
+            if scheme.streams:
+                self._scheme = scheme
+                self._start_stream()
+        except BaseException:
+            self._channel.leave()
+            raise
 
     def _agreement(self, scheme: _Scheme) -> str:
         """What all ranks must have alike before they exchange anything by this scheme."""
@@ -143,6 +151,7 @@ class Handle:
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
             self._stream = on_stream.StreamRunner(self._group, self._device, self._channel.topology, self._shapes)
+            self._stream.go_on_from(self._slots_to_load)
         return self._stream
 
     # -- for the user -------------------------------------------------------------------------------------------
@@ -302,6 +311,7 @@ class Handle:
         shapes = {name: p.shape for p, name in self._names.items()}
         self._memory.check_state_dict(state, shapes)
         self._books.read_state(state)
+        slots = on_stream.read_state(state)
         if self.pilot is not None:
             self.pilot.read_state(state)
         self._load_policy(state, shapes)
@@ -310,8 +320,9 @@ class Handle:
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
+        self._slots_to_load = slots
         if self._stream is not None:
-            self._stream.load_state_dict(state)
+            self._stream.go_on_from(slots)
         self._steps, self._agreed = steps, None
         if world != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
@@ -500,6 +511,7 @@ class Handle:
         if getattr(model, "_divide_by_initial_world_size", True) is False:
             self._warn(
                 "join(divide_by_initial_world_size=False) counts for DDP's own averaging alone: gradzip divides by the "
+        model = self._model()
                 "number of all ranks, also when some have no more inputs"
             )
         return torch._C._current_graph_task_id() == -1
