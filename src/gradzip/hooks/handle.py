@@ -446,7 +446,7 @@ class Handle:
         joined = self._has_joined()
         begun.compare(joined, self._warn)
         if self._scheme.whole:
-            begun.compare_shapes(joined, self._warn)
+            begun.compare_shapes(joined, self._joins(), self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
@@ -458,11 +458,10 @@ class Handle:
             self._start_stream()
 
     def _begin_streamed(self) -> StreamedBackward:
-        runner, model = self._start_stream(), self._model()
+        runner = self._start_stream()
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
-        joins = model is not None and model._join_config.enable
-        use_shapes = self._scheme.whole and not joins  # other codecs than noise have no use for them
+        use_shapes = self._scheme.whole and not self._joins()  # other codecs than noise have no use for them
         self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
@@ -503,15 +502,19 @@ class Handle:
             numbers += [step for step in steps if isinstance(step, torch.Tensor)]
         return numbers
 
+    def _joins(self) -> bool:
+        """Whether the model runs under Join, where ranks may run out of inputs; the same on all ranks."""
+        model = self._model()
+        return model is not None and model._join_config.enable
+
     def _has_joined(self) -> bool:
         """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
-        model = self._model()
-        if model is None or not model._join_config.enable:
+        if not self._joins():
             return False
+        model = self._model()
         if getattr(model, "_divide_by_initial_world_size", True) is False:
             self._warn(
                 "join(divide_by_initial_world_size=False) counts for DDP's own averaging alone: gradzip divides by the "
-        model = self._model()
                 "number of all ranks, also when some have no more inputs"
             )
         return torch._C._current_graph_task_id() == -1

@@ -133,11 +133,18 @@ class SecondMoments:
         """Those that have one."""
         return list(self._shapes)
 
+    @property
+    def all_names(self) -> list[str]:
+        """Of all gradients, those without a shape included."""
+        return list(self._names.values())
+
     def sums(self, step: int) -> torch.Tensor:
-        """A number for each shape, of a sample of its values: what ranks compare."""
-        rows = [_sample(shape, step) for shape in self._shapes.values() if shape is not None]
-        weights = torch.arange(1, _SAMPLED + 1)
-        return torch.stack([(row * weights[: row.numel()]).sum() for row in rows]) if rows else torch.zeros(0).long()
+        """A number for each gradient, of a sample of its shape: what ranks compare. No shape has a sum above 0."""
+        weights, none = torch.arange(1, _SAMPLED + 1), torch.ones((), dtype=torch.int64)
+        shapes = [self._shapes.get(name) for name in self._names.values()]
+        rows = [None if shape is None else _sample(shape, step) for shape in shapes]
+        sums = [none if row is None else (row * weights[: row.numel()]).sum() for row in rows]
+        return torch.stack(sums) if sums else torch.zeros(0).long()
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
