@@ -347,6 +347,34 @@ def test_no_state_is_saved_after_a_bad_step() -> None:
         assert "at step 2 rank 0 sent a sum of '" in said
 
 
+def loaded(rank: int) -> dict[str, Any]:
+    """A state with slots, on a handle that needs no stream runner yet; and a damaged one."""
+    streams.install()
+    task, out = Task(), dict[str, Any]()
+    task.train(0, 3)
+    state = task.handle.state_dict()
+    later = Task("gcomp:mode=lossless")
+    later.handle.set_policy("noise")
+    later.handle.load_state_dict(state)
+    later.step(3)
+    assert task.handle._stream is not None
+    assert later.handle._stream is not None
+    out["slots"] = task.handle._stream._slots.keys() <= later.handle._stream._slots.keys()
+    changed: list[Any] = []
+    task.handle._memory.load_state_dict = lambda *given: changed.append(given)  # type: ignore[method-assign]
+    with pytest.raises(Unsupported) as raised:
+        task.handle.load_state_dict(state | {"exchange/slots": torch.tensor(list(b"{}"), dtype=torch.uint8)})
+    out["said"], out["changed"] = str(raised.value), len(changed)
+    return out
+
+
+def test_slots_of_a_state_wait_for_the_runner_and_damaged_ones_change_nothing() -> None:
+    for found in run_ranks(2, loaded):
+        assert found["slots"]
+        assert "the state's 'exchange/slots' is damaged" in found["said"]
+        assert found["changed"] == 0
+
+
 def other_policies(rank: int) -> str:
     streams.install()
     task = Task()
@@ -364,6 +392,97 @@ def test_other_policies_are_told_before_anything_is_exchanged() -> None:
         assert "ranks disagree" in said
         assert "noise:share=0.02" in said
         assert "noise:share=0.03" in said
+
+
+def swapped(rank: int) -> str:
+    """As many tensors of each codec on both ranks, but not the same ones: sizes of messages differ."""
+    streams.install()
+    codecs = ["noise", "cast"] if rank else ["cast", "noise"]
+    try:
+        rules = {"0.weight": "noise", "0.bias": "cast", "2.weight": codecs[0], "2.bias": codecs[1]}
+        Task(Rules(rules, small=True)).train(0, 1)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_codecs_of_other_tensors_are_told_before_anything_is_exchanged() -> None:
+    for said in run_ranks(2, swapped):
+        assert "ranks disagree" in said
+        assert "names and codecs have the digest" in said
+
+
+def moments_of_cast(rank: int) -> int:
+    """Second moments that differ between ranks, where no codec asks for them."""
+    streams.install()
+    task = Task("cast", optimizer="AdamW")
+    for number in range(9):
+        if number == 5 and rank == 1:
+            task.optimizer.state[next(task.model.parameters())]["exp_avg_sq"].view(-1)[:100] *= 2.0**-20
+        task.step(number)
+    return len(task.handle._shapes.names) + int(task.handle.stats()["steps"] != 9)
+
+
+def test_second_moments_are_left_alone_where_nothing_is_rounded_by_them() -> None:
+    assert run_ranks(2, moments_of_cast) == [0, 0]
+
+
+def read_before_given(rank: int) -> list[bool]:
+    """Whether DDP had its bucket already whenever the runner read it."""
+    streams.install()
+    early: list[bool] = []
+    take, norm, made = StreamRunner.take, on_stream.DeviceMessage.norm, list[Any]()
+    future = torch.futures.Future
+
+    class Seen(future):  # type: ignore[misc, valid-type]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    def seen(self: on_stream.DeviceMessage) -> torch.Tensor:
+        early.append(made[-1].done())
+        return norm(self)
+
+    def taken(self: StreamRunner, *arguments: Any) -> Any:
+        torch.futures.Future = Seen  # type: ignore[misc]
+        try:
+            return take(self, *arguments)
+        finally:
+            torch.futures.Future = future  # type: ignore[misc]
+
+    on_stream.DeviceMessage.norm, StreamRunner.take = seen, taken  # type: ignore[method-assign]
+    Task(gradient_as_bucket_view=True).train(0, 2)
+    return early
+
+
+def test_a_bucket_is_read_before_ddp_may_write_to_it() -> None:
+    for early in run_ranks(2, read_before_given):
+        assert early
+        assert not any(early)
+
+
+def slots_kept(rank: int) -> list[bool]:
+    """Whether slots have their first sizes when they are due, after steps with ordinary, no and infinite gradients."""
+    streams.install(room=1.25)
+    kept, codec = [], stream_codec(parse("noise"))
+    assert codec is not None
+    for factor in (1.0, 0.0, torch.inf):
+        task = Task(bucket_mb=25)
+        for number in range(12):
+            task.optimizer.zero_grad()
+            task.backward(number, factor)
+        runner = task.handle._stream
+        assert runner is not None
+        program = runner._messages[0].program
+        first, now = codec.slots(program), runner._slots[program.digest]
+        assert first is not None
+        assert now.steps > 8
+        kept.append(now.sizes == first.sizes)
+    return kept
+
+
+def test_slots_do_not_follow_frames_without_a_finite_gradient() -> None:
+    assert run_ranks(2, slots_kept) == [[False, True, True]] * 2
 
 
 def results_compared(rank: int) -> str:
@@ -456,7 +575,9 @@ def embedded(rank: int) -> bool:
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     both = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(both, flat)
-    return handle.stats()["runner"] == "stream" and same_bits(both[0], both[1]) and bool(flat.isfinite().all())
+    stats = handle.stats()
+    assert 0 < stats["noise"]["share"] < 0.02, "the row of checks goes behind the last bucket, which is the sparse one"
+    return stats["runner"] == "stream" and same_bits(both[0], both[1]) and bool(flat.isfinite().all())
 
 
 def test_sparse_gradients_are_left_to_torch() -> None:

@@ -358,9 +358,12 @@ class Backward:
         if floors or self.learns:
             self._comparison = checks.Comparison(floors, joined, self.number, self.channel, warn)
 
-    def compare_shapes(self, joined: bool, warn: Callable[[str], None]) -> None:
-        """At the beginning: the same for the shapes that whole messages are rounded by, if there are any."""
-        if self.shapes.names and not self.alone:
+    def compare_shapes(self, joined: bool, joins: bool, warn: Callable[[str], None]) -> None:
+        """At the beginning: the same for the shapes that whole messages are rounded by, if there are any.
+
+        `joins`: a rank may run out of inputs. One that did so early has no shapes, and still has to tell the others.
+        """
+        if (self.shapes.names or joins) and not self.alone:
             self._shape_comparison = checks.ShapeComparison(self.shapes, joined, self.number, self.channel, warn)
 
     def _shapes_agree(self) -> bool:

@@ -38,7 +38,7 @@ class Comparison:
         self._floors, self._own, self._warn = dict(floors), joined, warn
         cuda = channel.device.type == "cuda"
         ready = torch.cuda.current_stream(channel.device).record_event() if cuda else None
-        what = f"a comparison of {len(floors)} grids at step {step}"
+        what = f"a comparison of {len(self._names())} grids at step {step}"
         single(what, lambda job, outcome: self._compare(step, ready, channel), channel, self._end)
 
     def grids_agree(self) -> bool:
@@ -59,7 +59,7 @@ class Comparison:
         gone = channel.rank if self._own else next((rank for rank, name in differing if not name), None)
         if gone is not None:
             self._joined = True
-            if len(names) > 1:
+            if self._has_grids():
                 self._warn(f"rank {gone} has no more inputs: while others go on, {self._instead}")
         elif differing:
             self._differ = True
@@ -74,6 +74,9 @@ class Comparison:
 
     def _names(self) -> list[str]:
         return list(self._floors)
+
+    def _has_grids(self) -> bool:
+        return bool(self._floors)
 
     def _end(self, outcome: Outcome) -> None:
         self._known.set()
@@ -94,7 +97,10 @@ class ShapeComparison(Comparison):
         return self._shapes.sums(step)
 
     def _names(self) -> list[str]:
-        return self._shapes.names
+        return self._shapes.all_names
+
+    def _has_grids(self) -> bool:
+        return bool(self._shapes.names)
 
 
 def compare_results(

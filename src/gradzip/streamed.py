@@ -34,7 +34,9 @@ class StreamedBackward:
     def take_sparse(self, gradient: torch.Tensor, group: dist.ProcessGroup, last: bool) -> Future:
         """A bucket of one sparse gradient: torch averages it, as DDP does by itself."""
         work = dist.all_reduce(gradient.div_(self._channel.world), group=group, async_op=True)
-        self._end(last)
+        if last:
+            self._runner.end()
+            self._on_end(self)
         averaged: Future = work.get_future().then(lambda future: future.value()[0])
         return averaged
 
@@ -56,9 +58,6 @@ class StreamedBackward:
             outcome.bytes_out = sent * (peers - self._neighbours) // peers if peers else 0
             self.parts.setdefault(each.kind, Outcome()).add(outcome)
         self.raw_bytes += buffer.nbytes
-        self._end(last)
-        return future
-
-    def _end(self, last: bool) -> None:
         if last:
             self._on_end(self)
+        return future

@@ -35,7 +35,9 @@ class Row(NamedTuple):
     """What came of a step."""
 
     step: int
-    sizes: dict[str, dict[str, int]]  # the largest frames, by the digest of the message's program
+    # The largest frames, by the digest of the message's program. Without messages whose means are all zero or not
+    # finite: their frames are small, and slots that follow them would be too small for the next ones.
+    sizes: dict[str, dict[str, int]]
     outcome: Outcome  # of the messages that were rounded
 
 
@@ -121,7 +123,8 @@ class Checks:
             program, each = sent.messages[number]
             assert each is not None
             self._check(program, sent.step, row[: 2 * world])
-            sizes[program.digest] = {OWN: int(row[2 * world : -1].max(initial=0)), SUM: int(row[-1])}
+            if 0 < norms[number] < np.inf:
+                sizes[program.digest] = {OWN: int(row[2 * world : -1].max(initial=0)), SUM: int(row[-1])}
             squares = float(norms[number]) ** 2
             outcome.squares += squares
             outcome.allowed += each.share * squares

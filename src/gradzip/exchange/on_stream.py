@@ -37,6 +37,8 @@ _STATE = "exchange/slots"  # key of the state
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Future = torch.futures.Future[torch.Tensor]
+_Late = list[tuple[int, dict[str, dict[str, int]]]]  # sizes of a step, by the digest of a message's program
+SavedSlots = tuple[dict[str, Slots], _Late]
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -80,13 +82,13 @@ class StreamRunner:
         self._encoding, self._decoding = (_stream(device) for _ in range(2))
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
-        self._late: list[tuple[int, dict[str, dict[str, int]]]] = []  # largest frames that slots do not know of yet
+        self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
         self._messages: list[DeviceMessage] = []  # of this step
         self._norms: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
-        self._agreed: tuple[list[DeviceMessage], int] = [], 0  # the messages of the last step, and their digest
+        self._agreed: tuple[object, int] = None, 0  # what all ranks must have alike in a step, and its digest
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -138,14 +140,20 @@ class StreamRunner:
                     gathered, own = message.gathered, message.sum_frame
                     all_gather(gathered, own, group=self._group, async_op=True).wait()
                     message.decode(self._step)
-                future.set_result(buffer)
                 self._messages += messages
                 self._norms += [message.norm() for message in messages]
                 if self._wants_results:
                     self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
-                if last and self._messages:
-                    self._send_row()
+                future.set_result(buffer)  # who waits for it may write to the buffer: nothing reads it from here on
+        if last:
+            self.end()
         return future
+
+    def end(self) -> None:
+        """After the last bucket; `take` calls it, unless torch averages that one."""
+        if self._messages:
+            with torch.no_grad(), self._module.stream(self._decoding):
+                self._send_row()
 
     def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
         """Buffers and tables of a message; made when its layout, its slots or its shapes are new."""
@@ -170,12 +178,12 @@ class StreamRunner:
         return streamed.message
 
     def _send_row(self) -> None:
-        if self._messages != self._agreed[0]:
-            said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages]
-            shaped = self._shapes.names if self._uses_shapes else []
-            digest = hashlib.blake2b(repr((said, shaped)).encode(), digest_size=7).digest()
-            self._agreed = list(self._messages), int.from_bytes(digest, "little")
-        shapes = self._shapes.total() if self._uses_shapes and self._shapes.names else None
+        shaped = self._shapes.names if self._uses_shapes else []
+        said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages], shaped
+        if said != self._agreed[0]:
+            digest = hashlib.blake2b(repr(said).encode(), digest_size=7).digest()
+            self._agreed = said, int.from_bytes(digest, "little")
+        shapes = self._shapes.total() if shaped else None
         results = torch.stack(self._results).sum() if self._results else None
         self._checks.send(self._step, self._agreed[1], self._messages, self._norms, shapes, results)
 
@@ -196,23 +204,26 @@ class StreamRunner:
         text = json.dumps({"slots": slots, "late": self._late}, sort_keys=True)
         return {_STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the slots of a state; without any, where another runner saved it."""
-        if _STATE not in state:
-            self._slots, self._late = {}, []
-            return
-        text = saved.text(_STATE, state[_STATE])
-        try:
-            found = json.loads(text)
-            slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
-            late = [
-                (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
-                for step, sizes in found["late"]
-            ]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
-        self._slots = slots
-        self._late = [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
+    def go_on_from(self, read: SavedSlots) -> None:
+        """Goes on with the slots of a state, as `read_state` gave them."""
+        self._slots, self._late = read
+
+
+def read_state(state: Mapping[str, Any]) -> SavedSlots:
+    """What a state holds of slots; nothing, where another runner saved it. Unsupported: it is damaged."""
+    if _STATE not in state:
+        return {}, []
+    text = saved.text(_STATE, state[_STATE])
+    try:
+        found = json.loads(text)
+        slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
+        late = [
+            (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
+            for step, sizes in found["late"]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
+    return slots, [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
 
 
 def _stream(device: torch.device) -> Any:

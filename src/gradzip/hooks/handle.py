@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -105,6 +106,7 @@ class Handle:
         on_streams = on_stream.reason_against(group, self._device) is None
         self._shapes, self._shapes_version = SecondMoments(optimizers, self._names, on_streams), object()
         self._stream: on_stream.StreamRunner | None = None
+        self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
         self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({}, runners.HOST)
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
@@ -117,27 +119,39 @@ class Handle:
         self._lock = threading.Lock()
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
+        self._meet(_Scheme(ways, runner))
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
-        scheme = _Scheme(ways, runner)
-        self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
-        if scheme.streams:
-            self._scheme = scheme
-            self._start_stream()
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
 
+    def _meet(self, scheme: _Scheme) -> None:
+        """Compares with the other ranks what the first step will be; gives the channel back if they differ."""
+        try:
+            self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
+            if scheme.streams:
+                self._scheme = scheme
+                self._start_stream()
+        except BaseException:
+            self._channel.leave()
+            raise
+
     def _agreement(self, scheme: _Scheme) -> str:
         """What all ranks must have alike before they exchange anything by this scheme."""
-        by = f" on streams with torch {torch.__version__}" if scheme.streams else ""
-        return f"{len(self._names)} tensors, {scheme.words}{by}"
+        text = f"{len(self._names)} tensors, {scheme.words}"
+        if not scheme.streams:  # what differs is told when the first messages meet
+            return text
+        pairs = repr([(name, way.kind) for name, way in scheme.ways.items()])
+        digest = hashlib.blake2b(pairs.encode(), digest_size=4).hexdigest()
+        return f"{text} on streams with torch {torch.__version__}; names and codecs have the digest {digest}"
 
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
             self._stream = on_stream.StreamRunner(self._group, self._device, self._channel.topology, self._shapes)
+            self._stream.go_on_from(self._slots_to_load)
         return self._stream
 
     # -- for the user -------------------------------------------------------------------------------------------
@@ -297,6 +311,7 @@ class Handle:
         shapes = {name: p.shape for p, name in self._names.items()}
         self._memory.check_state_dict(state, shapes)
         self._books.read_state(state)
+        slots = on_stream.read_state(state)
         if self.pilot is not None:
             self.pilot.read_state(state)
         self._load_policy(state, shapes)
@@ -305,8 +320,9 @@ class Handle:
         self._memory.forms = {n: w.codec.error_memory for n, w in self._ways.of(self._policy, 1.0).items()}
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
+        self._slots_to_load = slots
         if self._stream is not None:
-            self._stream.load_state_dict(state)
+            self._stream.go_on_from(slots)
         self._steps, self._agreed = steps, None
         if world != self._channel.world:
             self._memory.fold()  # sums are cut elsewhere now
@@ -430,23 +446,23 @@ class Handle:
         joined = self._has_joined()
         begun.compare(joined, self._warn)
         if self._scheme.whole:
-            begun.compare_shapes(joined, self._warn)
+            begun.compare_shapes(joined, self._joins(), self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
         runner = runners.choose(ways, self._device, self._group, self._learns)
         before, self._scheme = self._scheme, _Scheme(ways, runner)
-        if self._scheme.streams and self._scheme.words != before.words:
-            self._channel.compare(self._agreement(self._scheme), wait=True)  # unequal sizes would hang NCCL
+        if self._scheme.streams and (text := self._agreement(self._scheme)) != self._agreement(before):
+            self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
             self._start_stream()
 
     def _begin_streamed(self) -> StreamedBackward:
-        runner, model = self._start_stream(), self._model()
+        runner = self._start_stream()
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
-        joins = model is not None and model._join_config.enable
-        self._note(lambda: runner.begin(self._steps, use_shapes=not joins, compare_results=self._checks))
+        use_shapes = self._scheme.whole and not self._joins()  # other codecs than noise have no use for them
+        self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
 
@@ -486,11 +502,16 @@ class Handle:
             numbers += [step for step in steps if isinstance(step, torch.Tensor)]
         return numbers
 
+    def _joins(self) -> bool:
+        """Whether the model runs under Join, where ranks may run out of inputs; the same on all ranks."""
+        model = self._model()
+        return model is not None and model._join_config.enable
+
     def _has_joined(self) -> bool:
         """Whether this rank has run out of inputs: under Join, it calls the hook outside of any backward."""
-        model = self._model()
-        if model is None or not model._join_config.enable:
+        if not self._joins():
             return False
+        model = self._model()
         if getattr(model, "_divide_by_initial_world_size", True) is False:
             self._warn(
                 "join(divide_by_initial_world_size=False) counts for DDP's own averaging alone: gradzip divides by the "

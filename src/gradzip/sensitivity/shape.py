@@ -80,7 +80,7 @@ class SecondMoments:
     def _renew_on_stream(self) -> bool:
         """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
         before = self._shapes
-        moved = not all(kept.state.get(kept.key) is kept.second for kept in self._kept)
+        moved = not all(self._is_there(kept) for kept in self._kept)
         if moved or self._unsettled or any(self._state(parameter) for parameter in self._without):
             self._prepare()
         for kept in self._kept:
@@ -91,6 +91,11 @@ class SecondMoments:
         if self._shaper is not None:
             self._shaper.run()
         return self._shapes.keys() != before.keys()
+
+    def _is_there(self, kept: _Kept) -> bool:
+        """Whether the optimizer still has it; load_state_dict makes new states, and leaves old ones as they were."""
+        state = self._state(kept.parameter)
+        return state is kept.state and state.get(kept.key) is kept.second
 
     def _prepare(self) -> None:
         """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
@@ -128,11 +133,18 @@ class SecondMoments:
         """Those that have one."""
         return list(self._shapes)
 
+    @property
+    def all_names(self) -> list[str]:
+        """Of all gradients, those without a shape included."""
+        return list(self._names.values())
+
     def sums(self, step: int) -> torch.Tensor:
-        """A number for each shape, of a sample of its values: what ranks compare."""
-        rows = [_sample(shape, step) for shape in self._shapes.values() if shape is not None]
-        weights = torch.arange(1, _SAMPLED + 1)
-        return torch.stack([(row * weights[: row.numel()]).sum() for row in rows]) if rows else torch.zeros(0).long()
+        """A number for each gradient, of a sample of its shape: what ranks compare. No shape has a sum above 0."""
+        weights, none = torch.arange(1, _SAMPLED + 1), torch.ones((), dtype=torch.int64)
+        shapes = [self._shapes.get(name) for name in self._names.values()]
+        rows = [None if shape is None else _sample(shape, step) for shape in shapes]
+        sums = [none if row is None else (row * weights[: row.numel()]).sum() for row in rows]
+        return torch.stack(sums) if sums else torch.zeros(0).long()
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
