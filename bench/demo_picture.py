@@ -2,9 +2,6 @@
 
 gradzip demo --json > bench/results/demo.json
 python bench/demo_picture.py
-
-demo.json is of a run on a quiet machine before the demo named codecs in words: its figures are as they were printed,
-rows have got their present names and words, and `verdict` follows from them.
 """
 
 from __future__ import annotations
