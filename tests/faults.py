@@ -28,8 +28,10 @@ LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
-# What carries data: the second is over Gloo, without a GPU (standin.py); the last by the host runner of exchange/.
-WAYS = ("gloo", "stand-in", "nccl", "noise")
+# What carries data: the second is over Gloo, without a GPU (standin.py); then the host runner of exchange/, and the
+# stream runner, over the model's own NCCL group.
+WAYS = ("gloo", "stand-in", "nccl", "noise", "stream")
+ON_GPU = ("nccl", "stream")
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
 
@@ -50,21 +52,23 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     torch.set_num_threads(1)
     rank, fault, way = int(os.environ["RANK"]), os.environ["FAULT"], os.environ["WAY"]
     is_victim = rank == victim_of(fault)
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if way == "nccl" else torch.device("cpu")
+    on_gpu = way in ON_GPU
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if way == "stand-in":
         standin.stand_in()
-    elif way == "nccl":
+    elif on_gpu:
         torch.cuda.set_device(device)
         channel._least = 0
-    dist.init_process_group("nccl" if way == "nccl" else "gloo", timeout=timedelta(seconds=3 * NAP))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=3 * NAP))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
     model = DistributedDataParallel(net)
-    coded = "noise" if way == "noise" else "gcomp:mode=lossless"
+    coded = "noise" if way in ("noise", "stream") else "gcomp:mode=lossless"
     usual = gradzip.Fixed("identity") if fault == PLAIN else coded
     policy = "cast" if fault == "another codec" and is_victim else usual
     # Where nothing but its heartbeat says that a rank is gone; elsewhere a busy machine could stop one for that long.
-    heartbeat = timedelta(seconds=HEARTBEAT) if fault in ("stop", LINK_DOWN) else None
+    silent = fault in ("stop", LINK_DOWN) or way == "stream"
+    heartbeat = timedelta(seconds=HEARTBEAT) if silent else None
     said: dict[str, Any] = {"rank": rank}
     try:
         handle = gradzip.attach(
@@ -80,7 +84,9 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
                 happen(fault)
                 said["happened"] = time.time()
                 is_victim = False
-            model(torch.randn(8, 256, device=device)).square().mean().backward()
+            loss = model(torch.randn(8, 256, device=device)).square().mean()
+            loss.backward()
+            loss.item()  # waits for the GPU, as users do
             steps += 1
         said["steps"] = steps
     except Exception as error:
@@ -88,7 +94,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
         said["error"] = f"{type(kept).__name__}: {kept}"[:400]
     said["at"] = time.time()
     say(said)
-    if fault == "kill the store's host" or fault == LINK_DOWN or way == "nccl":
+    if fault == "kill the store's host" or fault == LINK_DOWN or on_gpu:
         os._exit(0)  # the store, or the model's own NCCL peer, is out of reach: destroying the group would wait for it
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
@@ -99,7 +105,7 @@ def happen(fault: str) -> None:
     from gradzip.collectives import coder
     from gradzip.collectives.gloo import Gloo
     from gradzip.emulate.network import INTERFACE
-    from gradzip.exchange import noise
+    from gradzip.exchange import noise, on_device
 
     if fault == "asleep":
         time.sleep(NAP)
@@ -110,6 +116,7 @@ def happen(fault: str) -> None:
 
         coder.TensorCoder.encode = lost_count  # type: ignore[method-assign]
         noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
+        on_device.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:
         plainly = Gloo.send
 
@@ -130,7 +137,7 @@ def run(fault: str, way: str = "gloo") -> dict[str, Any]:
     """What every rank said that could, how long after the accident, and the exit codes."""
     settings = {"FAULT": fault, "WAY": way, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     settings |= (
-        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if way == "nccl" else {"GRADZIP_ENGINE": "reference"}
+        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if way in ON_GPU else {"GRADZIP_ENGINE": "reference"}
     )
     said, codes = _on_hosts(settings) if fault == LINK_DOWN else _on_loopback(fault, settings)
     moment = next(words["happened"] for words in said.values() if "happened" in words)

@@ -65,6 +65,12 @@ def test_all_ranks_learn_of_an_accident_over_nccl(fault: str) -> None:
     check(fault, "nccl")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["kill", "kill the store's host", "stop", "an exception"])
+def test_all_ranks_learn_of_an_accident_on_streams(fault: str) -> None:
+    check(fault, "stream")
+
+
 def test_all_ranks_learn_of_an_accident_while_data_is_carried() -> None:
     check("kill", "stand-in")
 

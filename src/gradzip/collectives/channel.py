@@ -73,6 +73,7 @@ class Channel:
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
         self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
+        self.on_failure: list[Callable[[BaseException], None]] = []  # who else ends when the exchange fails
         self._heartbeat = heartbeat.total_seconds()
         self.error: BaseException | None = None
         self._timeout = timeout.total_seconds()
@@ -205,6 +206,8 @@ class Channel:
             self.carrier.abort()
 
     def _end(self, error: BaseException) -> None:
+        for end in self.on_failure:
+            end(error)
         self.abort()
         if self._may_hold_store:
             self.health.all_know(_TO_HEAR)

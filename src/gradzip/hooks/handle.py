@@ -28,6 +28,7 @@ from ..collectives import transports
 from ..collectives.finite import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange import on_stream
+from ..exchange.abort import Abort
 from ..exchange.checks import Row
 from ..feedback import Memory, Value
 from ..gradients import PLAIN, Future, Late, Way
@@ -106,6 +107,7 @@ class Handle:
         on_streams = on_stream.reason_against(group, self._device) is None
         self._shapes, self._shapes_version = SecondMoments(optimizers, self._names, on_streams), object()
         self._stream: on_stream.StreamRunner | None = None
+        self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
         self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({}, runners.HOST)
@@ -152,6 +154,9 @@ class Handle:
         if self._stream is None:
             self._stream = on_stream.StreamRunner(self._group, self._device, self._channel.topology, self._shapes)
             self._stream.go_on_from(self._slots_to_load)
+            if self._device.type == "cuda":
+                self._abort = Abort(self._group, self._device)
+                self._channel.on_failure.append(self._abort)
         return self._stream
 
     # -- for the user -------------------------------------------------------------------------------------------
@@ -271,6 +276,9 @@ class Handle:
             self._warn(f"{_BEHIND}: {self.error}")
             self._say()
         self._journal.end()
+        if self._abort is not None:
+            self._abort.hear()
+            self._channel.on_failure.remove(self._abort)
         self._channel.leave()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -387,6 +395,7 @@ class Handle:
             try:
                 self._note(self._stream.drain)
             except PeerError as error:
+                self._heard()
                 self.error = self._channel.fail(error)
         self._say()
 
@@ -481,6 +490,8 @@ class Handle:
         """Takes note of what becomes known of earlier steps."""
         try:
             rows = read()
+            if self._channel.error is not None:  # a rank is gone: what was read never came
+                raise PeerError(str(self._channel.error)) from self._channel.error
         except PeerError:
             self._behind = True  # the optimizer has used gradients that were wrong
             raise
@@ -523,6 +534,7 @@ class Handle:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         self.error = self.error or self._channel.error
         if self.error is not None:
+            self._heard()
             self._channel.wait_told()
             raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
         try:
@@ -541,9 +553,17 @@ class Handle:
                 self._before = None if self._backward.plain and not sparse else self._backward.over
                 self._backward = None
         except Exception as error:
+            self._heard()
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
+            if self.error is not error:
+                raise PeerError(f"the exchange stopped: {self.error}") from self.error  # what it met follows from that
             raise
         return future
+
+    def _heard(self) -> None:
+        """The user's code is about to see the error."""
+        if self._abort is not None:
+            self._abort.hear()
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
