@@ -125,9 +125,9 @@ def work(inbox: Any, outbox: Any, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def shared_gpu(wanted: bool) -> Iterator[None]:
-    """CUDA's multi-process service for the processes started inside, where it is installed."""
+    """CUDA's multi-process service for the processes started inside, where it is installed and none is given."""
     control = shutil.which(mps.CONTROL)
-    if not wanted or control is None:
+    if not wanted or control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield
         return
     with mps.daemon(control) as variables:

@@ -48,6 +48,15 @@ def test_one_seed_is_never_accepted_and_a_steep_slope_is_not() -> None:
     assert not steep.accepted
 
 
+def test_seed_without_the_largest_budget_has_no_slope() -> None:
+    whole = {"plain": [2.0, 2.0], "noise 1 %": [2.0, 2.0], "noise 30 %": [2.01, 2.01]}
+    begun = whole | {"plain": [2.0] * 3, "noise 1 %": [2.0, 2.0, 2.2]}
+    found, expected = (analysis.slope(rows(made), "t") for made in (begun, whole))
+    assert found is not None
+    assert expected is not None
+    assert found.slope == expected.slope
+
+
 def test_curvature_of_quadratic_costs() -> None:
     shares = {b: 0.9 * b for b in (1, 3, 10, 30)}
     made = rows({"plain": [1.0] * 2, **{f"noise {b} %": [1 + 0.003e-2 * s * s] * 2 for b, s in shares.items()}})

@@ -1,8 +1,9 @@
 """The slope of the loss over the share of noise, from paired runs: python experiments/noise/analysis.py [results.csv]
 
 A difference is that of a run's held-out loss and plain's of the same seed, in per cent of plain's. Each seed has a
-slope of its own through the origin (least squares over its budgets); the interval is Student's over seeds. Linearity: a
-second term over the square of the share, whose interval should hold 0.
+slope of its own through the origin (least squares over its budgets); the interval is Student's over seeds. A seed
+counts once it has the task's largest budget, on which its slope rests. Linearity: a second term over the square of the
+share, whose interval should hold 0.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ class Slope:
 def slope(rows: Sequence[Row], task: str, most: float = 1.0, figure: str = "loss") -> Slope | None:
     """Of runs with a budget of at most `most`; none if there is no pair."""
     by_seed: dict[int, list[tuple[float, float]]] = {}
-    shares = list[float]()
-    for row in budgets(rows, task):
-        if float(row.split()[1]) / 100 > most:
-            continue
+    shares, there = list[float](), dict[int, list[str]]()
+    taken = [row for row in budgets(rows, task) if float(row.split()[1]) / 100 <= most]
+    for row in taken:
         for seed, pair in differences(rows, task, row, figure).items():
             by_seed.setdefault(seed, []).append(pair)
+            there.setdefault(seed, []).append(row)
             if row == "noise 1 %":
                 shares.append(pair[0])
+    by_seed = {seed: pairs for seed, pairs in by_seed.items() if taken[-1] in there[seed]}
     if not by_seed or not shares:
         return None
     found = interval([sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs) for pairs in by_seed.values()])
