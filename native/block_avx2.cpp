@@ -1,11 +1,36 @@
-// The block coder compiled for AVX2: the loops of values.h vectorise by themselves, the lanes encode by hand.
-#include "lanes_avx2.h"
+// The block coder for AVX2.
+#include "lanes.h"
+#include "vector_avx2.h"
 
 namespace gz {
 namespace {
 namespace avx2 {
 
-#include "stages.h"
+// Large outputs bypass the cache: they will not be read soon, and a plain store would first read what it overwrites.
+inline void copy_out(void* out, const void* values, size_t bytes, bool stream) {
+    uint8_t* to = static_cast<uint8_t*>(out);
+    const uint8_t* from = static_cast<const uint8_t*>(values);
+    size_t i = 0;
+    if (stream && !(reinterpret_cast<uintptr_t>(to) % kStreamAlignment))
+        for (; i + kStreamAlignment <= bytes; i += kStreamAlignment) stream_bytes(to + i, load(from + i));
+    std::memcpy(to + i, from + i, bytes - i);
+}
+
+using plain::find_nonzero;
+
+#include "values.h"
+#include "lanes_vector.h"
+#include "values_vector.h"
+
+inline void make_floors(const FloorSource& from, int first, int n, int8_t* out) {
+    floors(*from.rule, from.start + uint64_t(first), n, from.shift, out);
+}
+inline bool round_near(const void*, int, const int8_t*, uint32_t*) { return false; }
+inline int sample_near(const BlockIn&, uint8_t*) { return 0; }
+inline int decode_near(const BlockData*, int, const Target*, const Ahead&, uint32_t*) { return 0; }
+inline bool encode_near(const BlockIn&, uint8_t*, Scratch&, BlockOut*) { return false; }
+inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
+
 #include "sample.h"
 #include "sparse.h"
 #include "block.h"
