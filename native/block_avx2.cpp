@@ -21,16 +21,7 @@ using plain::find_nonzero;
 #include "values.h"
 #include "lanes_vector.h"
 #include "values_vector.h"
-
-inline void make_floors(const FloorSource& from, int first, int n, int8_t* out) {
-    floors(*from.rule, from.start + uint64_t(first), n, from.shift, out);
-}
-inline bool round_near(const void*, int, const int8_t*, uint32_t*) { return false; }
-inline int sample_near(const BlockIn&, uint8_t*) { return 0; }
-inline int decode_near(const BlockData*, int, const Target*, const Ahead&, uint32_t*) { return 0; }
-inline bool encode_near(const BlockIn&, uint8_t*, Scratch&, BlockOut*) { return false; }
-inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
-
+#include "near_vector.h"
 #include "sample.h"
 #include "sparse.h"
 #include "block.h"
@@ -40,7 +31,7 @@ inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
 
 const Kernels* avx2_kernels() {
     static const Kernels kernels{"avx2", avx2::encode_block, avx2::decode_group, avx2::sample_block,
-                                 avx2::floors, avx2::round_block, avx2::lost_of_block};
+                                 avx2::fast_floors, avx2::round_block, avx2::lost_of_block};
     return &kernels;
 }
 

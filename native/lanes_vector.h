@@ -109,7 +109,7 @@ inline LaneEnd encode_lanes(const LaneInput& in, uint8_t* states, uint8_t* out) 
 
 // --- Decoding ---
 
-// One block's lanes. Reads may run 8 bytes over the end of the refill stream.
+// One block's lanes. Reads may run 16 bytes over the end of the refill stream.
 struct Reader {
     States s;
     const uint8_t *begin, *at;
@@ -123,11 +123,10 @@ struct Reader {
     // Takes a byte where a lane has none above its lowest; false if the stream runs dry.
     GZ_INLINE bool refill() {
         const Bytes small = equal(s.high, splat(0));
-        const uint32_t mask = bits_of(small);
-        at -= __builtin_popcount(mask);
+        at -= __builtin_popcount(bits_of(small));
         if (__builtin_expect(at < begin, 0)) return false;
         s.high = s.high | (s.low & small);
-        s.low = without(s.low, small) | expand(at, mask);
+        s.low = without(s.low, small) | expand(at, small);
         return true;
     }
     // Pops 0 to 8 bits.
@@ -199,36 +198,53 @@ GZ_INLINE void look_up_symbols(const CodeTree& tree, const ExponentTree& exponen
     }
 }
 
-// The phases of one row after its exponents are known; false if the stream runs dry.
-GZ_INLINE bool decode_row(const LaneOutput& o, Reader& reader, int start, Bytes e, Bytes present) {
-    const Bytes nonzero = without(present, equal(e, splat(0)));
+// The bits of each value that go through the lane in near mode.
+GZ_INLINE Bytes near_widths(Bytes e, const int8_t* floors, Bytes nonzero) {
+    // kept = e - (f + 127), where f + 127 as an unsigned byte is f + 128 - 1: it saturates at 0 by itself.
+    const Bytes floor = load(floors), most = splat(23);
+    const Bytes exact = equal(floor, splat(kExact)) | equal(e, splat(255));
+    const Bytes kept = smaller(subtract_to_zero(e, floor + splat(127)), most);
+    return (select(exact, most, kept) + splat(1)) & nonzero;
+}
+
+// The phases of a row after its exponents are known, each for all blocks; false if a stream runs dry.
+template <int Blocks>
+GZ_INLINE bool decode_fields(const LaneOutput* o, Reader* reader, int start, const Bytes* e, Bytes present) {
     Bytes bits;
-    if (o.coding == kFixed) {
-        if (!o.rest) return true;
-        if (!reader.pop(splat(o.rest) & (o.pruned ? nonzero : present), &bits)) return false;
-        store(o.chunk[0] + start, bits);
-        return true;
+#pragma GCC unroll 4
+    for (int k = 0; k < Blocks; k++) {
+        const Bytes count = splat(o[k].rest) & (o[k].pruned ? without(present, equal(e[k], splat(0))) : present);
+        if (!reader[k].pop(count, &bits)) return false;
+        store(o[k].chunk[0] + start, bits);
     }
-    Bytes width;
-    if (o.coding == kNear) {
-        // kept = e - (f + 127), where f + 127 as an unsigned byte is f + 128 - 1: it saturates at 0 by itself.
-        const Bytes floor = load(o.floor + start), most = splat(23);
-        const Bytes exact = equal(floor, splat(kExact)) | equal(e, splat(255));
-        const Bytes kept = smaller(subtract_to_zero(e, floor + splat(127)), most);
-        width = (select(exact, most, kept) + splat(1)) & nonzero;
-    } else {
-        if (!reader.pop(splat(2) & nonzero, &bits)) return false;
-        store(o.level + start, bits);
-        const Bytes twice = bits + bits;
-        width = (splat(24) - (twice + twice + twice)) & nonzero;
+    return true;
+}
+template <int Blocks>
+GZ_INLINE bool decode_parts(const LaneOutput* o, Reader* reader, int start, const Bytes* e, Bytes present) {
+    Bytes width[Blocks], widest = splat(0), bits;
+#pragma GCC unroll 4
+    for (int k = 0; k < Blocks; k++) {
+        const Bytes nonzero = without(present, equal(e[k], splat(0)));
+        if (o[k].coding == kNear) {
+            width[k] = near_widths(e[k], o[k].floor + start, nonzero);
+        } else {
+            if (!reader[k].pop(splat(2) & nonzero, &bits)) return false;
+            store(o[k].level + start, bits);
+            const Bytes twice = bits + bits;
+            width[k] = (splat(24) - (twice + twice + twice)) & nonzero;
+        }
+        store(o[k].width + start, width[k]);
+        widest = larger(widest, width[k]);
     }
-    store(o.width + start, width);
+#pragma GCC unroll 3
     for (int c = 0; c < 3; c++) {
-        const Bytes count = smaller(splat(8), subtract_to_zero(width, splat(8 * c)));
-        bits = splat(0);
-        if (c == 0 || any(count))
-            if (!reader.pop(count, &bits)) return false;
-        store(o.chunk[c] + start, bits);
+        const bool here = any(subtract_to_zero(widest, splat(8 * c)));
+#pragma GCC unroll 4
+        for (int k = 0; k < Blocks; k++) {
+            bits = splat(0);
+            if (here && !reader[k].pop(smaller(splat(8), subtract_to_zero(width[k], splat(8 * c))), &bits)) return false;
+            store(o[k].chunk[c] + start, bits);
+        }
     }
     return true;
 }
@@ -270,9 +286,9 @@ int decode_lanes(const LaneOutput* o, const CodeTree& tree) {
             store(o[k].exponent + start, e[k]);
         }
         if (fields_only) continue;
-#pragma GCC unroll 4
-        for (int k = 0; k < Blocks; k++)
-            if (!decode_row(o[k], reader[k], start, e[k], present)) return GZ_BAD_LANES;
+        const bool fixed = o[0].coding == kFixed;
+        if (!(fixed ? decode_fields<Blocks>(o, reader, start, e, present) : decode_parts<Blocks>(o, reader, start, e, present)))
+            return GZ_BAD_LANES;
     }
     for (int k = 0; k < Blocks; k++)
         if (!reader[k].done()) return GZ_BAD_LANES;

@@ -15,9 +15,9 @@ inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent
     const uint8_t* end = from + count;  // loads may run over it: it lies in a block
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        const uint32_t mask = ~bits_of(equal(load(exponent + i), splat(0)));
-        store(to + i, expand(from, mask));
-        from += __builtin_popcount(mask);
+        const Bytes there = equal(load(exponent + i), splat(0)) ^ splat(255);
+        store(to + i, expand(from, there));
+        from += __builtin_popcount(bits_of(there));
     }
     for (; i < n; i++) {
         to[i] = exponent[i] && from < end ? *from : 0;
@@ -96,8 +96,8 @@ inline Stats split_float32(const uint32_t* x, int n, uint8_t* exponent, uint8_t*
     return stats.finish(exponent, n);
 }
 
-inline Split split_values(const BlockIn& in, Scratch& s, uint8_t* planes) {
-    if (in.coding != kFixed || in.job.dtype != GZ_FLOAT32 || in.n % kLanes) return split_values_plain(in, s);
+// Lossless and keep=k, of whole rows.
+inline Split split_fixed(const BlockIn& in, Scratch& s, uint8_t* planes) {
     const uint32_t* values = static_cast<const uint32_t*>(in.values);
     if (in.job.mode != GZ_LOSSLESS) {
         map_values(values, in.n, in.job, nullptr, s.mapped);

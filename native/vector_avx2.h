@@ -59,6 +59,10 @@ GZ_INLINE Bytes table_of(char a, char b, char c, char d, char e, char f, char g,
 
 // --- Chosen bytes ---
 
+GZ_INLINE __m256i load_quarters(const uint8_t* a, const uint8_t* b) {
+    const __m128i* low = reinterpret_cast<const __m128i*>(a);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1);
+}
 GZ_INLINE __m256i orders(const uint64_t table[256], uint32_t mask) {
     auto pair = [&](uint32_t two) {
         const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(table + (two & 255)));
@@ -77,16 +81,15 @@ GZ_INLINE uint8_t* compress(uint8_t* out, Bytes bytes, uint32_t mask) {
     _mm_storeh_pi(reinterpret_cast<__m64*>(out + _mm_popcnt_u32(mask & 0xffffff)), high);
     return out + _mm_popcnt_u32(mask);
 }
-// The reverse: zeros where the mask has none. Reads up to 8 bytes behind the last one.
-GZ_INLINE Bytes expand(const uint8_t* from, uint32_t mask) {
-    auto pair = [](const uint8_t* a, const uint8_t* b) {
-        const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(a));
-        return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(b)));
-    };
-    const __m128i low = pair(from, from + _mm_popcnt_u32(mask & 0xff));
-    const __m128i high = pair(from + _mm_popcnt_u32(mask & 0xffff), from + _mm_popcnt_u32(mask & 0xffffff));
-    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-    return {_mm256_shuffle_epi8(bytes, orders(kByteOrders.back, mask))};
+// The reverse, with the mask as bytes: zeros where it has none. Reads up to 16 bytes behind the last one.
+GZ_INLINE Bytes expand(const uint8_t* from, Bytes chosen) {
+    __m256i count = chosen.v;  // counts down from 0 in each half
+    count = _mm256_add_epi8(count, _mm256_slli_si256(count, 1));
+    count = _mm256_add_epi8(count, _mm256_slli_si256(count, 2));
+    count = _mm256_add_epi8(count, _mm256_slli_si256(count, 4));
+    count = _mm256_add_epi8(count, _mm256_slli_si256(count, 8));
+    const Bytes order = (Bytes{count} & chosen) ^ splat(255);
+    return {_mm256_shuffle_epi8(load_quarters(from, from + _mm_popcnt_u32(bits_of(chosen) & 0xffff)), order.v)};
 }
 
 // --- Lane states ---
@@ -144,10 +147,6 @@ GZ_INLINE Planes transpose(const __m256i v[4]) {  // value i is in v[i / 4 % 4],
     const __m256i c = _mm256_unpackhi_epi32(s[0], s[1]), d = _mm256_unpackhi_epi32(s[2], s[3]);
     return {{{_mm256_unpacklo_epi64(a, b)}, {_mm256_unpackhi_epi64(a, b)}, {_mm256_unpacklo_epi64(c, d)}, {_mm256_unpackhi_epi64(c, d)}}};
 }
-GZ_INLINE __m256i load_quarters(const uint8_t* a, const uint8_t* b) {
-    const __m128i* low = reinterpret_cast<const __m128i*>(a);
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1);
-}
 GZ_INLINE Planes load_planes(const void* values) {
     const uint8_t* p = static_cast<const uint8_t*>(values);
     __m256i v[4];
@@ -184,6 +183,100 @@ GZ_INLINE void store_planes(const Target& target, int i, const Planes& p) {
 }
 // 32 bytes of an output that will not be read soon; `to` is aligned.
 GZ_INLINE void stream_bytes(uint8_t* to, Bytes bytes) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bytes.v); }
+
+// --- Near mode ---
+
+// Rounding must not depend on what the caller made of the control register; subnormals have to count as zeros.
+struct FloatMode {
+    unsigned before = _mm_getcsr();
+    FloatMode() { _mm_setcsr(0x1fc0); }  // exceptions masked, to nearest even, subnormal operands are zeros
+    ~FloatMode() { _mm_setcsr(before); }
+};
+
+// The bytes of 8 values as double words; k as in transpose().
+GZ_INLINE __m256i quarter(Bytes bytes, int k) {
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -128, -128, -128, 1, -128, -128, -128, 2, -128, -128, -128, 3, -128, -128, -128));
+    return _mm256_shuffle_epi8(bytes.v, _mm256_add_epi32(first, _mm256_set1_epi32(4 * k)));
+}
+// Adding and subtracting C = 2^(f+23) rounds |x| < C to a multiple of 2^f, ties to even; larger |x| are on the grid
+// already, and so are values with C = 0. Subnormals may be left as they are.
+GZ_INLINE __m256i round_magnitudes(__m256i magnitude, __m256i grid) {
+    const __m256i c = _mm256_slli_epi32(grid, 23);
+    const __m256 there = _mm256_castsi256_ps(c), sum = _mm256_add_ps(_mm256_castsi256_ps(magnitude), there);
+    return _mm256_blendv_epi8(magnitude, _mm256_castps_si256(_mm256_sub_ps(sum, there)), _mm256_cmpgt_epi32(c, magnitude));
+}
+// 32 values on their grids, which are floors + 150, or 0 where values stay exact: lane parts in bytes 0 to 2, exponents in
+// byte 3. Lane parts of values with exponent 0 mean nothing.
+GZ_INLINE Planes near_parts(const uint32_t* x, Bytes grids) {
+    const uint8_t* p = reinterpret_cast<const uint8_t*>(x);
+    __m256i v[4];
+    for (int k = 0; k < 4; k++) {
+        const __m256i u = load_quarters(p + 16 * k, p + 64 + 16 * k), grid = quarter(grids, k);
+        const __m256i q = round_magnitudes(_mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff)), grid), e = _mm256_srli_epi32(q, 23);
+        const __m256i cut = _mm256_max_epi32(_mm256_sub_epi32(grid, e), _mm256_setzero_si256());
+        const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(u, 8), _mm256_set1_epi32(0x800000));
+        const __m256i field = _mm256_or_si256(_mm256_and_si256(q, _mm256_set1_epi32(0x7fffff)), sign);
+        v[k] = _mm256_or_si256(_mm256_srlv_epi32(field, cut), _mm256_slli_epi32(e, 24));
+    }
+    return transpose(v);
+}
+// 32 rounded values, with +0 for what has exponent 0.
+GZ_INLINE void store_rounded(uint32_t* q, const uint32_t* x, Bytes grids) {
+    alignas(32) uint8_t grid[kLanes];
+    store(grid, grids);
+    for (int i = 0; i < kLanes; i += 8) {
+        const __m256i u = load(x + i).v, magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
+        const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(grid + i)));
+        const __m256i rounded = round_magnitudes(magnitude, wide);
+        const __m256i normal = _mm256_cmpgt_epi32(rounded, _mm256_set1_epi32(0x7fffff));
+        const __m256i sign = _mm256_andnot_si256(_mm256_set1_epi32(0x7fffffff), u);
+        store(q + i, {_mm256_and_si256(_mm256_or_si256(rounded, sign), normal)});
+    }
+}
+// The reverse of near_parts: `width` is the number of bits of each lane part.
+GZ_INLINE void store_near(const Target& target, int i, const Bytes part[3], Bytes width, Bytes exponent) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i low01 = _mm256_unpacklo_epi8(part[0].v, part[1].v), high01 = _mm256_unpackhi_epi8(part[0].v, part[1].v);
+    const __m256i low2 = _mm256_unpacklo_epi8(part[2].v, zero), high2 = _mm256_unpackhi_epi8(part[2].v, zero);
+    __m256i v[4] = {_mm256_unpacklo_epi16(low01, low2), _mm256_unpackhi_epi16(low01, low2), _mm256_unpacklo_epi16(high01, high2),
+                    _mm256_unpackhi_epi16(high01, high2)};
+    const Bytes up = splat(32) - width;
+    for (int k = 0; k < 4; k++) {
+        const __m256i field = _mm256_sllv_epi32(v[k], quarter(up, k));  // the sign is the top bit; no bits at all become 0
+        const __m256i mantissa = _mm256_srli_epi32(_mm256_add_epi32(field, field), 9);
+        const __m256i sign = _mm256_and_si256(field, _mm256_set1_epi32(int(0x80000000u)));
+        v[k] = _mm256_or_si256(_mm256_or_si256(mantissa, sign), _mm256_slli_epi32(quarter(exponent, k), 23));
+    }
+    store_floats(target, i, _mm256_permute2x128_si256(v[0], v[1], 0x20));
+    store_floats(target, i + 8, _mm256_permute2x128_si256(v[2], v[3], 0x20));
+    store_floats(target, i + 16, _mm256_permute2x128_si256(v[0], v[1], 0x31));
+    store_floats(target, i + 24, _mm256_permute2x128_si256(v[2], v[3], 0x31));
+}
+// The floors of 32 values before the shift, clamped to -128 to 127. The constants fit 14 bits.
+GZ_INLINE Bytes floors_by_rule(const float* theta, const float* second, int c0, int c1, int c2) {
+    auto exponents = [](const float* from, __m256i words[2]) {
+        const uint8_t* p = reinterpret_cast<const uint8_t*>(from);
+        __m256i e[4];
+        for (int k = 0; k < 4; k++)
+            e[k] = _mm256_and_si256(_mm256_srli_epi32(load_quarters(p + 16 * k, p + 64 + 16 * k), 23), _mm256_set1_epi32(255));
+        words[0] = _mm256_packus_epi32(e[0], e[1]);
+        words[1] = _mm256_packus_epi32(e[2], e[3]);
+    };
+    __m256i e[2], v[2];
+    exponents(theta, e);
+    if (second) exponents(second, v);
+    for (int h = 0; h < 2; h++) {
+        __m256i f = _mm256_add_epi16(e[h], _mm256_set1_epi16(short(c0)));
+        if (second) {
+            const __m256i least = _mm256_max_epi16(_mm256_add_epi16(v[h], _mm256_set1_epi16(short(c1))), _mm256_set1_epi16(short(c2)));
+            f = _mm256_add_epi16(f, _mm256_srai_epi16(least, 1));
+        }
+        e[h] = _mm256_blendv_epi8(f, _mm256_set1_epi16(kExact), _mm256_cmpeq_epi16(e[h], _mm256_setzero_si256()));
+    }
+    return {_mm256_packs_epi16(e[0], e[1])};
+}
+GZ_INLINE Bytes add_signed(Bytes a, Bytes b) { return {_mm256_adds_epi8(a.v, b.v)}; }
+GZ_INLINE Bytes smaller_signed(Bytes a, Bytes b) { return {_mm256_min_epi8(a.v, b.v)}; }
 
 }  // namespace avx2
 }  // namespace
