@@ -3,7 +3,7 @@
 //   Split split_values(in, scratch, planes)    maps the values, finds exponents and statistics
 //   compress_bytes, expand_bytes               drop and restore the bytes of pruned values
 //   encode_lanes, decode_dense_lanes           the lanes of one block, of several blocks
-//   join_full, join_lanes                      put decoded values together, straight into the output; false: not done
+//   join_bytes, join_lanes                     put decoded values together, straight into the output; false: not done
 //   copy_out                                   a copy that may bypass the cache
 //   make_floors                                the floors of some of a block's values
 //   round_near                                 what near mode maps a block to; false: not done
@@ -184,7 +184,7 @@ inline int finish_dense(const BlockData& b, const DenseHead& h, int dtype, Codin
             planes[j] = s.plane[j];
         }
     }
-    if (dtype == GZ_FLOAT32 && h.width == 24 && join_full(s.exponent, planes, n, target)) return 0;
+    if (dtype == GZ_FLOAT32 && h.width % 8 == 0 && join_bytes(s.exponent, planes, n, h.width / 8, target)) return 0;
     if (dtype == GZ_FLOAT32)
         join_fields<uint32_t, 24>(s.exponent, planes, s.chunk[0], n, h.width, s.mapped);
     else if (dtype == GZ_BFLOAT16)

@@ -30,7 +30,7 @@ inline int sample_near(const BlockIn&, uint8_t*) { return 0; }
 inline int decode_near(const BlockData*, int, const Target*, const Ahead&, uint32_t*) { return 0; }
 inline bool encode_near(const BlockIn&, uint8_t*, Scratch&, BlockOut*) { return false; }
 inline Split split_values(const BlockIn& in, Scratch& scratch, uint8_t*) { return split_values_plain(in, scratch); }
-inline bool join_full(const uint8_t*, const uint8_t* const*, int, const Target&) { return false; }
+inline bool join_bytes(const uint8_t*, const uint8_t* const*, int, int, const Target&) { return false; }
 inline bool join_lanes(const Scratch&, int, const Target&) { return false; }
 
 inline int decode_dense_lanes(const LaneOutput* lanes, int count) {

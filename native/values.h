@@ -49,9 +49,27 @@ inline uint32_t map_value(uint32_t u, int floor, int keep) {
 
 constexpr int kCut = -1;  // the Mode of map_value that truncates to `keep` bits
 
+// keep=k for finite values that stay finite: fewer steps than map_value needs. False if there are others.
+inline bool keep_finite(const void* GZ_RESTRICT x, int n, const gz_job& job, uint32_t* GZ_RESTRICT q) {
+    const int cut = 23 - job.keep;
+    const bool rounds = cut && !job.truncate;
+    const uint32_t mask = ~0u << cut, half = rounds ? 1u << (cut - 1) : 0;
+    // Ties to even; with no bit kept to the larger magnitude.
+    const uint32_t add = half && cut < 23 ? half - 1 : half, odd = half && cut < 23;
+    int32_t largest = 0;
+    for (int i = 0; i < n; i++) {
+        const uint32_t u = value_at<uint32_t>(x, i), magnitude = u & 0x7fffffffu;
+        largest = int32_t(magnitude) > largest ? int32_t(magnitude) : largest;
+        const uint32_t normal = 0u - uint32_t(int32_t(magnitude) >= 0x800000);  // a mask, so that the loop vectorises
+        q[i] = (((magnitude + add + (magnitude >> cut & odd)) & mask) | (u & 0x80000000u)) & normal;
+    }
+    return uint32_t(largest) + half < 0x7f800000u;
+}
+
 inline void map_values(const void* GZ_RESTRICT x, int n, const gz_job& job, const int8_t* GZ_RESTRICT floor,
                        uint32_t* GZ_RESTRICT q) {
     int keep = job.keep;
+    if (job.mode == GZ_KEEP && keep_finite(x, n, job, q)) return;
     if (job.mode == GZ_KEEP && job.truncate)
         for (int i = 0; i < n; i++) q[i] = map_value<kCut>(value_at<uint32_t>(x, i), 0, keep);
     else if (job.mode == GZ_KEEP)

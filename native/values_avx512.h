@@ -259,17 +259,31 @@ inline bool can_store(const Target& target, int n) {
     return n % 64 == 0 && !(target.stream && (reinterpret_cast<uintptr_t>(target.out) & 63));
 }
 
-inline bool join_full(const uint8_t* exponent, const uint8_t* const planes[3], int n, const Target& target) {
-    if (!can_store(target, n)) return false;
+template <int Whole>
+inline void join_planes(const uint8_t* exponent, const uint8_t* const planes[3], int n, const Target& target) {
     for (int i = 0; i < n; i += 64) {
         __m512i plane[4], v[4];
 #pragma GCC unroll 3
-        for (int j = 0; j < 3; j++) plane[j] = _mm512_loadu_si512(planes[j] + i);
+        for (int j = 0; j < 3; j++)
+            plane[j] = j < 3 - Whole ? _mm512_setzero_si512() : _mm512_loadu_si512(planes[j < 3 - Whole ? 0 : j - 3 + Whole] + i);
         plane[3] = _mm512_loadu_si512(exponent + i);
         from_planes(plane, v);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) store_floats(target, i + 16 * k, sign_first(v[k]));
     }
+}
+
+// Fields of whole bytes.
+inline bool join_bytes(const uint8_t* exponent, const uint8_t* const planes[3], int n, int whole, const Target& target) {
+    if (!can_store(target, n)) return false;
+    if (whole == 3)
+        join_planes<3>(exponent, planes, n, target);
+    else if (whole == 2)
+        join_planes<2>(exponent, planes, n, target);
+    else if (whole == 1)
+        join_planes<1>(exponent, planes, n, target);
+    else
+        join_planes<0>(exponent, planes, n, target);
     return true;
 }
 
