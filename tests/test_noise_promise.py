@@ -1,4 +1,4 @@
-"""experiments/noise/promise.py: what it measures on four ranks keeps the promise, and it leaves out rows that it has."""
+"""experiments/noise/promise.py: what it measures on four ranks keeps the promise; rows that are there are left out."""
 
 from __future__ import annotations
 
