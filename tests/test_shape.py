@@ -107,34 +107,39 @@ def matrices(make: object, steps: int) -> tuple[torch.optim.Optimizer, dict[torc
     return optimizer, {p: name for name, p in model.named_parameters()}
 
 
-def root_of_squares(momentum: torch.Tensor) -> torch.Tensor:
-    """Of rows and columns, by plain loops in float64."""
-    rows = [math.sqrt(sum(v * v for v in row)) for row in momentum.tolist()]
-    columns = [math.sqrt(sum(v * v for v in column)) for column in momentum.T.tolist()]
-    return torch.tensor([[r * c for c in columns] for r in rows], dtype=torch.float64)
+def product(rows: list[float], columns: list[float]) -> torch.Tensor:
+    """Of factors relative to the largest, each in float32."""
+    r, c = ([float(torch.tensor(x / max(factor))) for x in factor] for factor in (rows, columns))
+    return torch.tensor([[x * y for y in c] for x in r], dtype=torch.float64)
+
+
+def norms(momentum: torch.Tensor) -> torch.Tensor:
+    """Of rows and columns, by plain loops."""
+    rows, columns = ([math.sqrt(sum(v * v for v in line)) for line in side.tolist()] for side in (momentum, momentum.T))
+    return product(rows, columns)
 
 
 def root_of_diagonals(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    rows, columns = state["precond_0"].diagonal().tolist(), state["precond_1"].diagonal().tolist()
-    return torch.tensor([[math.sqrt(r * c) for c in columns] for r in rows], dtype=torch.float64)
+    rows, columns = ([math.sqrt(x) for x in state[f"precond_{side}"].diagonal().tolist()] for side in (0, 1))
+    return product(rows, columns)
 
 
 BY_FACTORS = {  # how to make it; the second moment by hand; how many steps it takes
     "Adafactor of torch": (
         lambda ps: torch.optim.Adafactor(ps),
-        lambda state: state["row_var"] * state["col_var"],
+        lambda state: product(state["row_var"].view(-1).tolist(), state["col_var"].view(-1).tolist()),
         4,
     ),
     "Adafactor of transformers": (
         lambda ps: pytest.importorskip("transformers").Adafactor(ps, lr=1e-3, relative_step=False),
-        lambda state: torch.outer(state["exp_avg_sq_row"], state["exp_avg_sq_col"]),
+        lambda state: product(state["exp_avg_sq_row"].tolist(), state["exp_avg_sq_col"].tolist()),
         4,
     ),
     "Shampoo": (lambda ps: Shampoo(ps), root_of_diagonals, 4),
-    "Lion": (lambda ps: Lion(ps), lambda state: root_of_squares(state["exp_avg"]), 1),
+    "Lion": (lambda ps: Lion(ps), lambda state: norms(state["exp_avg"]), 1),
     "Muon of torch": (
         lambda ps: torch.optim.Muon(ps) if hasattr(torch.optim, "Muon") else pytest.skip("torch has no Muon"),
-        lambda state: root_of_squares(state["momentum_buffer"]),
+        lambda state: norms(state["momentum_buffer"]),
         1,
     ),
 }
@@ -178,11 +183,21 @@ def test_a_row_of_a_convolution_is_one_output_channel() -> None:
     source = SecondMoments([optimizer], names)
     source.renew()
     weight = next(p for p, name in names.items() if name == "0.weight")
-    second = root_of_squares(optimizer.state[weight]["exp_avg"].reshape(8, -1)).view(weight.shape)
+    second = norms(optimizer.state[weight]["exp_avg"].reshape(8, -1)).view(weight.shape)
     (shape,) = source.of(["0.weight"])
     assert shape is not None
     assert shape.tolist() == by_hand(second.permute(0, 2, 3, 1).reshape(-1)), "as channels_last lies in memory"
     assert source.of(["0.bias", "2.bias"]) == [None, None], "a vector has no rows"
+
+
+def test_a_momentum_of_zeros_gives_no_shape() -> None:
+    optimizer, names = matrices(lambda ps: Lion(ps), 1)
+    parameter, name = next(iter(names.items()))
+    source = SecondMoments([optimizer], names)
+    for value, fits in ((0.0, False), (1.0, True), (math.inf, False)):
+        optimizer.state[parameter]["exp_avg"].fill_(value)
+        source.renew()
+        assert (source.of([name]) != [None]) == fits
 
 
 def test_a_factor_of_another_size_gives_no_shape() -> None:

@@ -5,13 +5,13 @@
 | Adam's family, RMSprop, Adagrad | exp_avg_sq, square_avg, sum | that value's |
 | Adafactor of torch, of transformers | row_var and col_var, exp_avg_sq_row and exp_avg_sq_col | row i times column j |
 | Shampoo | precond_0, precond_1, ... | the root of the product of diagonal values i and j |
-| Lion | exp_avg, and no second moment | the same root, of sums of squares of row i and column j |
+| Lion | exp_avg, and no second moment | the norm of row i times that of column j |
 | Muon | momentum_buffer; ns_steps or use_muon among its settings | as Lion |
 
-Only ratios within a tensor count. Shampoo multiplies a matrix by the fourth root of a factor on either side, so that
-value (i, j) is divided by the fourth root of the product of both: its square is what the table has. Muon does the same
-with the momentum's own rows and columns, and Lion keeps nothing else. A momentum that is neither is plain SGD's, which
-divides by nothing.
+Only ratios within a tensor count, so factors are taken relative to their largest value. Shampoo multiplies a matrix by
+the inverse fourth root of a factor on either side, so that value (i, j) is divided by the fourth root of the product of
+both: its square is what the table has. Muon does the same with the momentum's own rows and columns, and Lion keeps
+nothing else. Any other momentum is taken for plain SGD's, which divides by nothing.
 """
 
 from __future__ import annotations
@@ -84,38 +84,36 @@ def values_of(moment: Moment, state: Mapping[str, Any], parameter: torch.Tensor)
 
 
 def _product(rows: torch.Tensor, columns: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The second moments that Adafactor's factors stand for, but for a factor that all of them have in common."""
+    """The second moments that Adafactor's factors stand for."""
     if rows.dim() < len(shape):  # those of transformers have one dimension less
         rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
-    return _scaled(rows) * _scaled(columns)
+    return _relative(rows) * _relative(columns)
 
 
 def _of_preconditioners(factors: list[torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
     """Of Shampoo: the product of the diagonals, to the power of 1 over their number."""
     if any(factor.shape != (size, size) for factor, size in zip(factors, shape)):
         return None
-    found = None
+    found = torch.ones((), device=factors[0].device)
     for dimension, factor in enumerate(factors):
-        diagonal = _scaled(factor.diagonal().double().pow(1 / len(shape))).view(
-            [-1 if other == dimension else 1 for other in range(len(shape))]
-        )
-        found = diagonal if found is None else found * diagonal
+        diagonal = _relative(factor.diagonal().double().pow(1 / len(shape)))
+        found = found * diagonal.view([-1 if other == dimension else 1 for other in range(len(shape))])
     return found
 
 
 def _of_momentum(momentum: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """The roots of sums of squares by rows, times those by columns; a row is all that has one first index."""
+    """The norms of rows times those of columns; a row is all that has one first index."""
     if momentum.shape != shape or not momentum.numel():
         return None
-    rows, columns = _sums_of_squares(momentum.detach().reshape(shape[0], -1))
-    return (_scaled(rows.sqrt_())[:, None] * _scaled(columns.sqrt_())).view(shape)
+    rows, columns = _norms(momentum.detach().reshape(shape[0], -1))
+    return (_relative(rows)[:, None] * _relative(columns)).view(shape)
 
 
-def _sums_of_squares(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By rows and by columns, in float64: ranks whose processors add in another order have the same exponents."""
+def _norms(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows and of columns, in float64: ranks whose processors add in another order have the same exponents."""
     if matrix.device.type == "cuda":
-        squares = matrix.double().square_()
-        return squares.sum(1), squares.sum(0)
+        rows, columns = (torch.linalg.vector_norm(matrix, dim=side, dtype=torch.float64) for side in (1, 0))
+        return rows, columns
     rows = torch.empty(len(matrix), dtype=torch.float64)
     columns = torch.zeros(matrix.shape[1], dtype=torch.float64)
     several = max(1, _AT_ONCE // matrix.shape[1])
@@ -123,11 +121,10 @@ def _sums_of_squares(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         squares = matrix[start : start + several].double().square_()
         rows[start : start + several] = squares.sum(1)
         columns += squares.sum(0)
-    return rows, columns
+    return rows.sqrt_(), columns.sqrt_()
 
 
-def _scaled(factor: torch.Tensor) -> torch.Tensor:
-    """In float32, below 2: multiplied by a power of four, so that products do not vanish and shapes stay the same."""
+def _relative(factor: torch.Tensor) -> torch.Tensor:
+    """To the largest, in float32: products of factors as they are could vanish or overflow."""
     factor = factor.double()
-    exponent = torch.frexp(factor.amax()).exponent.div(2, rounding_mode="floor")
-    return torch.ldexp(factor, -2.0 * exponent).float()
+    return (factor / factor.amax()).float()
