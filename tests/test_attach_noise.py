@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from training import same
 
+sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+from workers.optimizers import Lion
+
 import gradzip
 from gradzip import Fixed, GradzipWarning, Rules, Unsupported
 from gradzip.hooks import report
@@ -23,7 +28,14 @@ from gradzip.hooks import report
 OPTIMIZERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "Lion": lambda ps: Lion(ps, lr=1e-4),
+    "Muon": lambda ps: torch.optim.Muon(ps, lr=1e-3),  # of matrices alone
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-3),
+    "none": lambda ps: torch.optim.SGD(ps, lr=0.01),  # that attach is not told of
 }
+SHAPED = {"AdamW": 4, "SGD": 0, "Lion": 2, "Muon": 2, "Adafactor": 4, "none": 0}  # tensors; vectors have no rows
+if not hasattr(torch.optim, "Muon"):
+    del OPTIMIZERS["Muon"]
 TARGET = torch.randn(20, 8, generator=torch.Generator().manual_seed(11))
 
 
@@ -32,10 +44,13 @@ class Task:
 
     def __init__(self, policy: Any = "noise", optimizer: str = "AdamW", bucket_mb: float = 0.005, **ddp: Any) -> None:
         torch.manual_seed(5)
-        net = nn.Sequential(nn.Linear(20, 48), nn.Tanh(), nn.Linear(48, 8)).to(ddp.pop("dtype", torch.float32))
+        bias = optimizer != "Muon"
+        net = nn.Sequential(nn.Linear(20, 48, bias), nn.Tanh(), nn.Linear(48, 8, bias))
+        net.to(ddp.pop("dtype", torch.float32))
         self.model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, **ddp)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
-        self.handle = gradzip.attach(self.model, self.optimizer, policy, timeout=TIMEOUT)
+        known = self.optimizer if optimizer != "none" else None
+        self.handle = gradzip.attach(self.model, known, policy, timeout=TIMEOUT)
 
     def backward(self, number: int, factor: float | torch.Tensor = 1.0) -> None:
         draw = torch.Generator().manual_seed(1000 * number + dist.get_rank())
@@ -147,7 +162,7 @@ def test_resume_is_bit_identical_and_buckets_change_nothing(optimizer: str) -> N
         for case in ("from 2", "from 7", "one bucket"):
             assert same(found[case], found["whole"]), case
         assert not same(found["other draws"], found["whole"]), "draws follow the step that is saved"
-        assert len(found["shaped"]) == (4 if optimizer == "AdamW" else 0)
+        assert len(found["shaped"]) == SHAPED[optimizer]
 
 
 # --- Training loops --------------------------------------------------------------------------------------------------

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import emulated
 import pytest
 import torch
 from conftest import generator, special
 from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+from workers.optimizers import Lion, Shampoo
 
 from gradzip.engines.cuda import launch
 from gradzip.engines.cuda import noise as kernels
@@ -89,21 +94,119 @@ def test_second_moments_are_found_by_their_key_from_the_fourth_step_on(kind: str
             assert shape.tolist() == by_hand(order.reshape(-1))
 
 
-def test_factors_of_adafactor_are_multiplied() -> None:
-    _, optimizer, names = trained(lambda ps: torch.optim.Adafactor(ps), 5)
+def matrices(make: object, steps: int) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, str]]:
+    """Matrices alone, which is what Muon takes; their rows and columns are of very different sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 12, bias=False), nn.Tanh(), nn.Linear(12, 5, bias=False))
+    scales = torch.randn(40, generator=generator()).mul(2).exp()
+    optimizer = make(model.parameters())  # type: ignore[operator]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(torch.randn(4, 40) * scales) * torch.logspace(-3, 0, 5)).square().sum().backward()
+        optimizer.step()
+    return optimizer, {p: name for name, p in model.named_parameters()}
+
+
+def product(rows: list[float], columns: list[float]) -> torch.Tensor:
+    """Of factors relative to the largest, each in float32."""
+    r, c = ([float(torch.tensor(x / max(factor))) for x in factor] for factor in (rows, columns))
+    return torch.tensor([[x * y for y in c] for x in r], dtype=torch.float64)
+
+
+def norms(momentum: torch.Tensor) -> torch.Tensor:
+    """Of rows and columns, by plain loops."""
+    rows, columns = ([math.sqrt(sum(v * v for v in line)) for line in side.tolist()] for side in (momentum, momentum.T))
+    return product(rows, columns)
+
+
+def root_of_diagonals(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows, columns = ([math.sqrt(x) for x in state[f"precond_{side}"].diagonal().tolist()] for side in (0, 1))
+    return product(rows, columns)
+
+
+BY_FACTORS = {  # how to make it; the second moment by hand; how many steps it takes
+    "Adafactor of torch": (
+        lambda ps: torch.optim.Adafactor(ps),
+        lambda state: product(state["row_var"].view(-1).tolist(), state["col_var"].view(-1).tolist()),
+        4,
+    ),
+    "Adafactor of transformers": (
+        lambda ps: pytest.importorskip("transformers").Adafactor(ps, lr=1e-3, relative_step=False),
+        lambda state: product(state["exp_avg_sq_row"].tolist(), state["exp_avg_sq_col"].tolist()),
+        4,
+    ),
+    "Shampoo": (lambda ps: Shampoo(ps), root_of_diagonals, 4),
+    "Lion": (lambda ps: Lion(ps), lambda state: norms(state["exp_avg"]), 1),
+    "Muon of torch": (
+        lambda ps: torch.optim.Muon(ps) if hasattr(torch.optim, "Muon") else pytest.skip("torch has no Muon"),
+        lambda state: norms(state["momentum_buffer"]),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BY_FACTORS)
+def test_rows_and_columns_are_found_by_their_key(kind: str) -> None:
+    make, second, first = BY_FACTORS[kind]
+    for steps in (0, 1, 3, 4, 6):
+        optimizer, names = matrices(make, steps)
+        source = SecondMoments([optimizer], names)
+        assert source.renew() == (steps >= first)
+        for parameter, name in names.items():
+            (shape,) = source.of([name])
+            assert (shape is None) == (steps < first)
+            if shape is not None:
+                assert shape.tolist() == by_hand(second(optimizer.state[parameter]).reshape(-1))  # type: ignore[no-untyped-call]
+                assert len(set(shape.tolist())) > 2
+
+
+@pytest.mark.parametrize("kind", BY_FACTORS)
+def test_rows_and_columns_of_any_size_give_the_same_shape(kind: str) -> None:
+    """Products of small factors would vanish in float32, and those of large ones overflow."""
+    make, _, _ = BY_FACTORS[kind]
+    optimizer, names = matrices(make, 5)
     source = SecondMoments([optimizer], names)
     source.renew()
-    weight, name = next((p, n) for p, n in names.items() if n == "2.weight")
-    state = optimizer.state[weight]
-    (shape,) = source.of([name])
-    assert shape is not None
-    assert shape.tolist() == by_hand((state["row_var"] * state["col_var"]).reshape(-1))
-    rows, columns = torch.rand(5) + 0.1, torch.rand(128) + 0.1
-    optimizer.state[weight] = {"step": 5, "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}  # as transformers has them
+    before = [shape.clone() for shape in source.of(list(names.values())) if shape is not None]
+    for power in (-80, 120):
+        for parameter in names:
+            for key, value in optimizer.state[parameter].items():
+                if key != "step":
+                    value *= 2.0**power
+        source.renew()
+        after = source.of(list(names.values()))
+        assert all(found is not None and torch.equal(found, shape) for found, shape in zip(after, before))
+
+
+def test_a_row_of_a_convolution_is_one_output_channel() -> None:
+    _, optimizer, names = trained(lambda ps: Lion(ps), 2)
+    source = SecondMoments([optimizer], names)
     source.renew()
-    (shape,) = source.of([name])
+    weight = next(p for p, name in names.items() if name == "0.weight")
+    second = norms(optimizer.state[weight]["exp_avg"].reshape(8, -1)).view(weight.shape)
+    (shape,) = source.of(["0.weight"])
     assert shape is not None
-    assert shape.tolist() == by_hand(torch.outer(rows, columns).reshape(-1))
+    assert shape.tolist() == by_hand(second.permute(0, 2, 3, 1).reshape(-1)), "as channels_last lies in memory"
+    assert source.of(["0.bias", "2.bias"]) == [None, None], "a vector has no rows"
+
+
+def test_a_momentum_of_zeros_gives_no_shape() -> None:
+    optimizer, names = matrices(lambda ps: Lion(ps), 1)
+    parameter, name = next(iter(names.items()))
+    source = SecondMoments([optimizer], names)
+    for value, fits in ((0.0, False), (1.0, True), (math.inf, False)):
+        optimizer.state[parameter]["exp_avg"].fill_(value)
+        source.renew()
+        assert (source.of([name]) != [None]) == fits
+
+
+def test_a_factor_of_another_size_gives_no_shape() -> None:
+    optimizer, names = matrices(lambda ps: Shampoo(ps), 4)
+    parameter, name = next(iter(names.items()))
+    optimizer.state[parameter]["precond_1"] = torch.eye(3)
+    source = SecondMoments([optimizer], names)
+    source.renew()
+    assert source.of([name]) == [None]
 
 
 def test_optimizers_without_second_moments_have_no_shapes() -> None:
@@ -175,10 +278,11 @@ def test_kernels_make_the_same_shapes(device: str) -> None:
             assert shape.tolist() == (expected.tolist() if expected is not None else [0] * second.numel())
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "Adafactor", "SGD"])
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "Adafactor", "Lion", "Shampoo", "SGD"])
 def test_shapes_on_a_stream_are_those_of_the_host(device: str, kind: str) -> None:
     makes = {name: make for name, (make, _) in OPTIMIZERS.items()}
     makes |= {"Adafactor": lambda ps: torch.optim.Adafactor(ps), "SGD": lambda ps: torch.optim.SGD(ps, 0.1)}
+    makes |= {"Lion": lambda ps: Lion(ps), "Shampoo": lambda ps: Shampoo(ps, lr=0.01)}
     model, optimizer, names = trained(makes[kind], 2, device)
     host, stream = SecondMoments([optimizer], names), SecondMoments([optimizer], names, on_stream=True)
     for step in range(6):
@@ -193,3 +297,34 @@ def test_shapes_on_a_stream_are_those_of_the_host(device: str, kind: str) -> Non
         model(torch.randn(4, 3, 6, 6).to(device)).square().sum().backward()
         optimizer.step()
     assert bool(stream.names) == (kind != "SGD")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_kernels_are_prepared_no_more_for_a_parameter_that_stays_below_four_updates(
+    device: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make the host wait for the GPU in every step. `fused`: updates are counted on the GPU."""
+    used, unused = (nn.Parameter(torch.randn(40, device=device)) for _ in range(2))
+    optimizer = torch.optim.AdamW([used, unused], fused=fused)
+    source = SecondMoments([optimizer], {used: "used", unused: "unused"}, on_stream=True)
+    prepared, prepare = [0], source._prepare
+
+    def counting() -> None:
+        prepared[0] += 1
+        prepare()
+
+    monkeypatch.setattr(source, "_prepare", counting)
+    for step in range(10):
+        used.grad = torch.ones_like(used)
+        unused.grad = torch.ones_like(unused) if step < 2 or step == 8 else None
+        optimizer.step()
+        before = prepared[0]
+        source.renew()
+        assert source.names == (["used"] if step >= 3 else [])
+        if step > 3 and step != 8:
+            assert prepared[0] == before
+    for _ in range(2):
+        unused.grad = torch.ones_like(unused)
+        optimizer.step()
+        source.renew()
+    assert source.names == ["used", "unused"], "it counts when it gets there"

@@ -3,7 +3,7 @@
 An optimizer that divides by the root of a second moment feels the same error more where that is small. So the grid of
 the codec `noise` follows it: value i of a tensor is rounded to multiples of its level times 2^d, where d is half the
 exponent of the second moment, less that of the largest one; at least -12. All ranks hold the same state, so nobody has
-to send it. docs/format.md, "Noise", has the arithmetic.
+to send it. moments.py says where it comes from; docs/format.md, "Noise", has the arithmetic.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from ..engines.cuda.noise import Shaper
-from .near import memory_order
+from . import moments
+from .moments import Moment
 from .survey import fetch
 
 FIRST_STEP = 4  # updates after which second moments say enough
 DEEPEST = -12
-_SECOND = ("exp_avg_sq", "square_avg", "sum", "variance")  # Adam's family; RMSprop; Adagrad; Adafactor's vectors
-_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))  # torch's Adafactor; that of transformers
 _INFINITY = 0x7F800000  # as the bits of a float32
 AT_ONCE = 1 << 17  # values: what is made of them on the way stays in the cache
 _SAMPLED = 64  # values of each tensor that ranks compare in a step, others in the next
@@ -36,6 +35,20 @@ class _Kept(NamedTuple):
     key: str
     second: torch.Tensor  # what was found under that key
     copy: torch.Tensor | None  # in float32 and in the order of memory, where the optimizer has it otherwise
+
+
+class _Waiting(NamedTuple):
+    """A parameter with too few updates for a shape, and what tells that there were more since."""
+
+    parameter: torch.Tensor
+    steps: Any  # the count in the optimizer's state
+    version: int  # of that count, where it is on a GPU: reading it would make the host wait
+
+    def may_be_over(self, state: Mapping[str, Any] | None) -> bool:
+        steps = None if state is None else state.get("step")
+        if _is_on_gpu(steps):
+            return steps is not self.steps or steps._version != self.version
+        return steps is not None and float(steps) >= FIRST_STEP
 
 
 class SecondMoments:
@@ -54,12 +67,14 @@ class SecondMoments:
         self._flat = torch.empty(0, dtype=torch.int8)
         self._scratch = torch.empty(AT_ONCE, dtype=torch.int32)
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
+        self._moments: dict[str, Moment] = {}  # where they come from
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
         self._shapes: dict[str, torch.Tensor | None] = {}
         self._on_stream = on_stream
         self._kept: list[_Kept] = []  # what the kernels were prepared for
         self._shaper: Shaper | None = None
-        self._unsettled = True  # some second moments have not seen enough steps
+        self._is_new = True  # the kernels were never prepared
+        self._waiting: list[_Waiting] = []  # those whose second moments have not seen enough steps
         self._without: list[torch.Tensor] = []  # parameters that the optimizer has not stepped yet
         self._counted: dict[torch.Tensor, float] = {}  # steps that are counted on a GPU
 
@@ -68,6 +83,7 @@ class SecondMoments:
         if self._on_stream:
             return self._renew_on_stream()
         before, found = self._shapes, dict[str, torch.Tensor | None]()
+        self._waiting = []
         for parameter, name in self._names.items():
             second = self._second(parameter, name)
             if second is not None:
@@ -80,8 +96,7 @@ class SecondMoments:
     def _renew_on_stream(self) -> bool:
         """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
         before = self._shapes
-        moved = not all(self._is_there(kept) for kept in self._kept)
-        if moved or self._unsettled or any(self._state(parameter) for parameter in self._without):
+        if self._is_new or self._has_moved():
             self._prepare()
         for kept in self._kept:
             if kept.copy is not None:
@@ -92,28 +107,36 @@ class SecondMoments:
             self._shaper.run()
         return self._shapes.keys() != before.keys()
 
+    def _has_moved(self) -> bool:
+        """Whether other second moments count than those which the kernels were prepared for."""
+        if not all(self._is_there(kept) for kept in self._kept):
+            return True
+        if any(waiting.may_be_over(self._state(waiting.parameter)) for waiting in self._waiting):
+            return True
+        return any(self._state(parameter) for parameter in self._without)
+
     def _is_there(self, kept: _Kept) -> bool:
         """Whether the optimizer still has it; load_state_dict makes new states, and leaves old ones as they were."""
         state = self._state(kept.parameter)
-        return state is kept.state and state.get(kept.key) is kept.second
+        if state is not kept.state:
+            return False
+        return state.get(kept.key) is kept.second if kept.copy is None else kept.key in state
 
     def _prepare(self) -> None:
         """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
         self._without = [p for p in self._names if p.requires_grad and p.numel() and not self._state(p)]
-        states = [state for p in self._names if (state := self._state(p))]
-        counts = [state["step"] for state in states if isinstance(state.get("step"), torch.Tensor)]
-        counts = [count for count in counts if count.device.type == "cuda"]
+        counts = [state["step"] for p in self._names if (state := self._state(p)) and _is_on_gpu(state.get("step"))]
         self._counted = dict(zip(counts, fetch(counts)))  # with one transfer
-        self._kept, self._shapes, self._shaper, self._unsettled = [], {}, None, False
+        self._kept, self._shapes, self._shaper, self._is_new, self._waiting = [], {}, None, False, []
         seconds = []
         for parameter, name in self._names.items():
             second, state = self._second(parameter, name), self._state(parameter)
             if second is None or state is None or not second.numel():
                 continue
-            held = self._settled[name]
-            key = next(key for key in state if state[key] is held)
+            key = self._moments[name].keys[0]
             second = second.contiguous()
-            copy = None if second.data_ptr() == held.data_ptr() else second  # of 16 bits, or a product of factors
+            held: torch.Tensor = state[key]
+            copy = None if second.data_ptr() == held.data_ptr() else second  # of 16 bits, or made of factors
             self._kept.append(_Kept(parameter, name, state, key, held, copy))
             seconds.append(second)
             self._shapes[name] = self._place(name, parameter.numel())
@@ -148,32 +171,35 @@ class SecondMoments:
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
-        state = self._state(parameter)
-        if state is None:
+        held = self._holder(parameter)
+        if held is None:
             return None
-        found = next((state[key] for key in _SECOND if isinstance(state.get(key), torch.Tensor)), None)
-        factors = next((pair for pair in _FACTORS if all(isinstance(state.get(k), torch.Tensor) for k in pair)), None)
-        if found is None and factors is not None:
-            found = state[factors[0]]
-        if found is None or not self._has_settled(name, found, state):
+        optimizer, state = held
+        moment = moments.find(state, optimizer, parameter)
+        if moment is None or (moment.counts and not self._has_settled(parameter, name, state[moment.keys[0]], state)):
             return None
-        if factors is not None:
-            found = _product(state[factors[0]], state[factors[1]], parameter.shape)
-        if found is None or found.shape != parameter.shape or not found.is_floating_point():
-            return None
-        return found.float().permute(memory_order(parameter)).reshape(-1)
+        self._moments[name] = moment
+        return moments.values_of(moment, state, parameter)
+
+    def _holder(self, parameter: torch.Tensor) -> tuple[Optimizer, dict[str, Any]] | None:
+        """The optimizer that steps a parameter, with its state; None: none has done so yet."""
+        for optimizer in self._optimizers:
+            if state := optimizer.state.get(parameter):
+                return optimizer, state
+        return None
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        return next(filter(None, (each.state.get(parameter) for each in self._optimizers)), None)
+        held = self._holder(parameter)
+        return None if held is None else held[1]
 
-    def _has_settled(self, name: str, second: torch.Tensor, state: Mapping[str, Any]) -> bool:
+    def _has_settled(self, parameter: torch.Tensor, name: str, second: torch.Tensor, state: Mapping[str, Any]) -> bool:
         if self._settled.get(name) is not second:
             steps = state.get("step")
             if steps is None:
                 return False
             known = isinstance(steps, torch.Tensor) and steps in self._counted
             if (self._counted[steps] if known else float(steps)) < FIRST_STEP:
-                self._unsettled = True
+                self._waiting.append(_Waiting(parameter, steps, steps._version if _is_on_gpu(steps) else 0))
                 return False
             self._settled[name] = second
         return True
@@ -209,14 +235,8 @@ def shape_of(
     return out.sub_(most >> 24).clamp_(min=DEEPEST)
 
 
-def _product(rows: torch.Tensor, columns: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """The second moments that Adafactor's factors stand for, but for a factor that all of them have in common."""
-    if len(shape) < 2:
-        return None
-    if rows.dim() < len(shape):  # those of transformers have one dimension less
-        rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
-    found = rows.float() * columns.float()
-    return found if found.shape == shape else None
+def _is_on_gpu(count: object) -> bool:
+    return isinstance(count, torch.Tensor) and count.device.type == "cuda"
 
 
 def _sample(shape: torch.Tensor, step: int) -> torch.Tensor:
