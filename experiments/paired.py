@@ -9,8 +9,8 @@
     python experiments/paired.py --limit 8 --data DATA --results /tmp/try.csv      # tiny forms on a CPU
 
 Rows are appended as soon as their group ends; runs whose rows are there are not run again. Runs of one seed begin with
-the same values and see the same batches. A GPT group is one process that trains all its runs as one model; pictures are
-trained run by run, `--jobs` of them side by side.
+the same values and see the same batches. A GPT group is one process that trains all its runs as one model; pictures,
+sst2 and gpt2 are trained run by run, `--jobs` of them side by side.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 sys.path.append(str(HERE / "noise"))
 import analysis  # noqa: E402
 from series import append, shared_gpu  # noqa: E402
-from workers import noise, paired  # noqa: E402
+from workers import noise, paired, paired_tasks  # noqa: E402
 
 RESULTS, QUEUE = HERE / "noise/results.csv", HERE / "queue.md"
-GPU, TOGETHER = "NVIDIA H200", 8  # whose times plan the queue, and how many runs on pictures share it
+GPU, TOGETHER = "NVIDIA H200", 8  # whose times plan the queue, and how many single runs share it
+SINGLE = {**paired.PHOTOS, **paired_tasks.PAIRED_TASKS}  # tasks that are trained run by run, several side by side
 # Seconds of a run, until rows say better; the first name that a task begins with.
-GUESS = {"gpt-batch8": 12.0, "gpt-11m": 16.0, "gpt-muon": 4.0, "gpt": 5.0, "cifar": 45.0}
+GUESS = {"gpt-batch8": 12.0, "gpt-11m": 16.0, "gpt-muon": 4.0, "gpt2": 60.0, "gpt": 5.0, "cifar": 45.0, "sst2": 40.0}
 
 
 def rows_module() -> Any:
@@ -102,7 +103,7 @@ def queue_page(results: Path) -> str:
     lines, left = [], 0.0
     for group, why in rows.QUEUE_WITH_REASONS:
         there, count = sum((group.task, v.name, seed) in done for seed, v in group.runs), len(group.runs)
-        beside = TOGETHER if group.task in paired.PHOTOS else 1
+        beside = TOGETHER if group.task in SINGLE else 1
         seconds = guess(group.task, count - there) / beside
         left += seconds
         known = "measured" if guess.measured(group.task) else "estimated"
@@ -111,7 +112,7 @@ def queue_page(results: Path) -> str:
     spent = 0.0
     for row in read(results):
         if row["device"] == GPU:  # a group of texts has divided its seconds among its runs already
-            spent += float(row["seconds"]) / (int(row["beside"]) if row["task"] in paired.PHOTOS else 1)
+            spent += float(row["seconds"]) / (int(row["beside"]) if row["task"] in SINGLE else 1)
     text = (HERE / "notes/queue.md").read_text()
     needed = "\n".join(_needed(results, guess))
     return text.format(table="\n".join(lines), needed=needed, left=f"{left / 60:.0f}", spent=f"{spent / 60:.1f}")
@@ -129,7 +130,7 @@ def _needed(results: Path, guess: Guess) -> Iterator[str]:
         each = sum(seed == first.runs[0][0] for seed, _ in first.runs)
         wanted, at_one = analysis.seeds_needed(found.at_one), found.at_one
         runs = each * max(0, wanted - at_one.count) if wanted else 0
-        seconds = guess(task, runs) / (TOGETHER if task in paired.PHOTOS else 1)
+        seconds = guess(task, runs) / (TOGETHER if task in SINGLE else 1)
         spread = f"{analysis.deviation(at_one):.3f}" if at_one.count > 1 else ""
         to_go = f"{runs} | {seconds:.0f}" if wanted else "| "
         yield f"| {task} | {at_one.count} | {at_one} | {spread} | {wanted or 'none is enough'} | {to_go} |"
@@ -200,14 +201,15 @@ def texts(todo: list[paired.Group], options: argparse.Namespace, deadline: float
 
 
 def work(inbox: Any, outbox: Any, options: argparse.Namespace, deadline: float) -> None:
-    """A process that trains run after run on pictures."""
+    """A process that trains run after run."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     device = torch.device(options.device)
     while (job := inbox.get()) is not None:
         task, seed, variant = job
         try:
-            outbox.put((job, paired.train_pictures(
+            train = paired.train_pictures if task in paired.PHOTOS else paired_tasks.train_task
+            outbox.put((job, train(
                 task, seed, variant, options.data, device, limit=options.limit, deadline=deadline,
                 kernels=options.kernels,
             ), ""))  # fmt: skip
@@ -215,7 +217,7 @@ def work(inbox: Any, outbox: Any, options: argparse.Namespace, deadline: float) 
             outbox.put((job, [], traceback.format_exc()))
 
 
-def pictures(todo: list[paired.Group], options: argparse.Namespace, deadline: float, guess: Guess) -> int:
+def single_runs(todo: list[paired.Group], options: argparse.Namespace, deadline: float, guess: Guess) -> int:
     jobs = [(group.task, seed, variant) for group in todo for seed, variant in group.runs]
     context, failures = mp.get_context("spawn"), 0
     inbox, outbox = context.Queue(), context.Queue()
@@ -258,7 +260,7 @@ def pictures(todo: list[paired.Group], options: argparse.Namespace, deadline: fl
                 process.join(0.1 if busy else 10)
                 process.kill()
                 process.join()
-    print(f"{len(jobs)} runs on pictures are still to do", flush=True)
+    print(f"{len(jobs)} single runs are still to do", flush=True)
     return failures
 
 
@@ -301,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="?", default="", metavar="TASK", help="tasks whose name begins like this")
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder that workers/data.py describes")
-    parser.add_argument("--jobs", type=int, default=1, help="runs on pictures side by side")
+    parser.add_argument("--jobs", type=int, default=1, help="runs on pictures, of sst2 and of gpt2 side by side")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="torch instead of Triton on a GPU")
@@ -335,8 +337,8 @@ def main() -> None:
     of_texts = [group for group in todo if group.task in paired.TEXTS]
     if of_texts:
         failures += texts(of_texts, options, deadline, guess)
-    if of_pictures := [group for group in todo if group.task in paired.PHOTOS]:
-        failures += pictures(of_pictures, options, deadline, guess)
+    if single := [group for group in todo if group.task in SINGLE]:
+        failures += single_runs(single, options, deadline, guess)
     sys.exit(failures > 0)
 
 

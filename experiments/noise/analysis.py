@@ -111,6 +111,13 @@ def seeds_needed(at_one: Interval, limit: float = LIMIT) -> int | None:
     return None
 
 
+def largest_budget(at_one: Interval, limit: float = LIMIT, most: float = 30.0) -> float | None:
+    """The budget in per cent whose upper bound is the limit, if costs are linear; none for one seed."""
+    if at_one.count < 2:
+        return None
+    return most if at_one.upper <= limit / most else limit / at_one.upper
+
+
 def _two_terms(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """y = p x + q x^2 by least squares."""
     a, b, c = (sum(x**k for x, _ in pairs) for k in (2, 3, 4))

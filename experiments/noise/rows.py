@@ -40,6 +40,13 @@ FURTHER = (
 # A verdict on one more setting for the price of eight runs: the slope rests on the largest budget, and its interval on
 # the number of seeds.
 SLOPE = (*((seed, v) for seed in range(3) for v in (PLAIN, noise(30))), (0, noise(1)), (0, noise(10)))
+# Fine-tuning begins at the same weights with every seed: pairs stay close, and few runs say much.
+TUNED = (
+    *((0, v) for v in (PLAIN, noise(30), NUDGED, noise(10), noise(1))),
+    *((seed, v) for seed in (1, 2, 3) for v in (PLAIN, noise(30))),
+    *((seed, v) for seed in (1, 2) for v in (noise(10), noise(1))),
+    (0, INT4),
+)
 FINER = (
     *((seed, v) for seed in (0, 1) for v in (noise(0.1), noise(0.3), noise(3))),
     *((seed, v) for seed in (2, 3) for v in (PLAIN, noise(0.3), noise(1), noise(3), noise(10))),
@@ -62,6 +69,8 @@ QUEUE_WITH_REASONS: list[tuple[Group, str]] = [
     _group("gpt", (PLAIN, noise(30)), range(4, 8), "narrower interval of the slope"),
     (Group("gpt-batch8", SLOPE), "more signal than sampling noise"),
     (Group("gpt-11m", SLOPE), "a larger model"),
+    (Group("sst2", TUNED), "fine-tuning of a pretrained BERT"),
+    _group("gpt2", (PLAIN, noise(30), noise(1), NUDGED), (0,), "one pair at 124 M parameters"),
     _group("gpt", FURTHER, (0, 1), "further controls"),
     _group("gpt", CONTROLS, (1,), "a second seed of the controls"),
     _group("gpt-muon", (PLAIN, noise(10)), range(4, 8), "more seeds"),

@@ -3,7 +3,8 @@
     cifar10/     six WebP mosaics of 100 x 100 pictures and labels.npz, or the official binary files (*.bin)
     cifar100/    the official binary files (train.bin, test.bin)
     wikitext2/   wiki.{train,valid,test}.tokens, plain or .xz
-    sst2/        glue_{train,dev}.tsv with sentence and label, plain or .xz
+    sst2/        glue_{train,dev}.tsv with sentence and label, sst_sentences_test_labelled.tsv with label and sentence,
+                 plain or .xz
     enwik8/      enwik8 or its beginning, plain or .xz
     minilm/      vocab.txt and model_fp16.safetensors (texts.py)
 
@@ -133,7 +134,10 @@ def _wikitext2(root: Path) -> Arrays:
 
 
 def sst2(root: Path, split: str) -> list[tuple[str, int]]:
-    """Sentences and labels of 'train' (67,349) or 'dev' (872)."""
+    """Sentences and labels of 'train' (67,349), 'dev' (872), or 'test' (1,821; GLUE's test part, which has labels)."""
+    if split == "test":
+        rows = text_of(root, "sst2/sst_sentences_test_labelled.tsv").decode().split("\n")[1:]
+        return [(sentence.strip(), int(label)) for label, sentence in (row.split("\t", 1) for row in rows if row)]
     rows = text_of(root, f"sst2/glue_{split}.tsv").decode().split("\n")[1:]
     return [(sentence.strip(), int(label)) for sentence, label in (row.rsplit("\t", 1) for row in rows if row)]
 
