@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from planning import line, profile
 
 from gradzip.codecs import parse
@@ -14,9 +16,11 @@ from gradzip.collectives.topology import Topology as Ranks
 from gradzip.errors import PlanError
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.program import Communicate
+from gradzip.option import Option
 from gradzip.planner.choices import Limits, choices, routes, twin
 from gradzip.planner.cost import KINDS, Pricing, features, loads
 from gradzip.planner.network import Network, Topology
+from gradzip.planner.problem import even_chunks
 from gradzip.planner.profile import CodecCost, Collective, Link, Profile
 from gradzip.planner.timeline import CPU, INTER_IN, INTER_OUT, LINKS
 from gradzip.routes import NAMED, Route, tree
@@ -194,6 +198,26 @@ def test_limits() -> None:
         choices(priced, Limits(codecs=("zstd",)), "cpu")
     with pytest.raises(PlanError, match="did you mean 'zstd'"):
         choices(priced, Limits(codecs=("zsdt",)), "cpu")
+
+
+def test_a_codec_of_whole_messages_takes_its_own_route_and_has_few_headers() -> None:
+    cost = CodecCost(parse("noise"), 7.0, {"cpu": line(1e-5, 2e-10)}, {"cpu": line(1e-5, 2e-10)})
+    net = Network(profile(codecs={"noise": cost}), Topology(4))
+    (choice,) = [c for c in choices(Pricing(net), Limits(codecs=("noise",)), "cpu") if c.compresses]
+    assert choice.option == Option("noise", "cpu", "alltoall")
+    sent = {t.label: t.seconds for t in choice.tasks}
+    few, many = (float(sent["a2a.flat"] @ features(MB, MB / 7, cost, net, tensors)) for tensors in (1, 1000))
+    assert few == many == pytest.approx((0.75 * MB / 7 + 3 * 32) * 8e-9, rel=1e-3)
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20), st.sampled_from([2, 4, 8]))
+def test_even_chunks_hold_everything_once(numels: list[int], world: int) -> None:
+    cut = even_chunks(numels, world)
+    sizes = [sum(piece.numel for piece in chunk) for chunk in cut]
+    assert max(sizes) - min(sizes) <= 1
+    whole = [(piece.tensor, i) for chunk in cut for piece in chunk for i in (piece.start, piece.stop)]
+    assert whole == sorted(whole)
+    assert sum(sizes) == sum(numels)
 
 
 def test_twins() -> None:

@@ -199,6 +199,8 @@ class _Prices:
 
     def of(self, steps: Sequence[Load]) -> list[Priced]:
         for step in steps:
+            if self._codec is not None and self._codec.by_message:
+                step = step._replace(held=step.held @ _ONE_HEADER)
             if step.kind in ("enc", "dec"):
                 self._code(step)
             else:
@@ -269,6 +271,9 @@ def amount(
 
 _VALUES = amount(raw=1.0)
 _FRAMES = amount(tensors=HEADER_BYTES, payload=1.0)  # one of each tensor, whole
+# Where frames hold parts of all tensors, a message has as many headers as otherwise each tensor.
+_ONE_HEADER = np.eye(len(FEATURES))
+_ONE_HEADER[FEATURES.index("tensors")] = amount(one=1.0)
 
 
 def _line(curve: Curve | None) -> Line:
