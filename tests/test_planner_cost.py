@@ -1,4 +1,4 @@
-"""Costs: collectives on other clusters than the measured one, and the walk over routes."""
+"""Costs: collectives on other clusters than the measured one, and the steps of programs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from planning import line, profile
 
 from gradzip.codecs import parse
+from gradzip.collectives.topology import Topology as Ranks
 from gradzip.errors import PlanError
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.program import Communicate
+from gradzip.option import Option
 from gradzip.planner.choices import Limits, choices, routes, twin
-from gradzip.planner.cost import Pricing, features
+from gradzip.planner.cost import KINDS, Pricing, features, loads
 from gradzip.planner.network import Network, Topology
+from gradzip.planner.problem import even_chunks
 from gradzip.planner.profile import CodecCost, Collective, Link, Profile
 from gradzip.planner.timeline import CPU, INTER_IN, INTER_OUT, LINKS
-from gradzip.routes import Route
+from gradzip.routes import NAMED, Route, tree
 
 MB = 1e6
 
@@ -100,6 +108,36 @@ def test_alltoall_by_hand() -> None:
     assert coding == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("hosts", "ranks"), [(4, 2), (3, 3), (4, 1)])
+def test_steps_are_priced_for_the_bytes_that_buffers_of_the_program_hold(hosts: int, ranks: int) -> None:
+    """Every route, with frames as large as their values and no headers."""
+    cluster = Ranks(0, tuple(tuple(range(h * ranks, (h + 1) * ranks)) for h in range(hosts)))
+    size = 128 * hosts * ranks * ranks * hosts
+    net = Network(replace(profile(), links={"inter": Link(1e9), "intra": Link(1e9)}), Topology(hosts, ranks))
+    amounts = features(4 * size, 4 * size, None, net, tensors=0)
+    for route in [*tree(("cpu",)), *(r for r in NAMED.values() if ranks > 1 or not r.hierarchical)]:
+        program = compile_route("any", route, ("x",), (size,), torch.float32, cluster)
+        moved = [step for step in program.steps if isinstance(step, Communicate)]
+        priced = [load for load in loads(route, net.topology) if load.kind not in ("enc", "dec")]
+        assert [load.kind for load in priced] == [KINDS[type(step)] for step in moved]
+        held = [
+            program.size(0, program.buffer(step.source), lambda table, owner, wide: 4 * table.numel(owner))
+            for step in moved
+        ]
+        assert [float(load.held @ amounts) for load in priced] == held, route
+
+
+def test_a_ring_by_hand() -> None:
+    """A quarter goes round: encoded 4 times, decoded 3 times, then all quarters are gathered and decoded."""
+    raw, net = 4 * MB, network()
+    times = seconds(net, "ring", "cast", raw)
+    assert times["pass.flat"] == pytest.approx(3 * (raw / 2 / 4 + 32) * 8e-9, rel=1e-3)
+    assert times["ag.flat"] == pytest.approx(3 * (raw / 2 / 4 + 32) * 8e-9, rel=1e-3)
+    assert times["enc.cpu"] == pytest.approx(4 * (1e-5 + raw / 4 / 8e9), rel=1e-3)
+    assert times["dec.cpu"] == pytest.approx(3 * (1e-5 + raw / 4 / 8e9) + 4 * 1e-5 + raw / 8e9, rel=1e-3)
+    assert times["latency"] == pytest.approx(3 * 100e-6 / 3 + 100e-6, rel=1e-3)
+
+
 def test_every_tensor_is_a_frame() -> None:
     net, cost = network(), network().profile.codecs["cast"]
     (first, *_) = Pricing(net).coded(Route.parse("allgather"), cost)
@@ -160,6 +198,26 @@ def test_limits() -> None:
         choices(priced, Limits(codecs=("zstd",)), "cpu")
     with pytest.raises(PlanError, match="did you mean 'zstd'"):
         choices(priced, Limits(codecs=("zsdt",)), "cpu")
+
+
+def test_a_codec_of_whole_messages_takes_its_own_route_and_has_few_headers() -> None:
+    cost = CodecCost(parse("noise"), 7.0, {"cpu": line(1e-5, 2e-10)}, {"cpu": line(1e-5, 2e-10)})
+    net = Network(profile(codecs={"noise": cost}), Topology(4))
+    (choice,) = [c for c in choices(Pricing(net), Limits(codecs=("noise",)), "cpu") if c.compresses]
+    assert choice.option == Option("noise", "cpu", "alltoall")
+    sent = {t.label: t.seconds for t in choice.tasks}
+    few, many = (float(sent["a2a.flat"] @ features(MB, MB / 7, cost, net, tensors)) for tensors in (1, 1000))
+    assert few == many == pytest.approx((0.75 * MB / 7 + 3 * 32) * 8e-9, rel=1e-3)
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20), st.sampled_from([2, 4, 8]))
+def test_even_chunks_hold_everything_once(numels: list[int], world: int) -> None:
+    cut = even_chunks(numels, world)
+    sizes = [sum(piece.numel for piece in chunk) for chunk in cut]
+    assert max(sizes) - min(sizes) <= 1
+    whole = [(piece.tensor, i) for chunk in cut for piece in chunk for i in (piece.start, piece.stop)]
+    assert whole == sorted(whole)
+    assert sum(sizes) == sum(numels)
 
 
 def test_twins() -> None:

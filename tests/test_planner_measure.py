@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -15,15 +15,22 @@ import torch
 from ranks import free_port
 from torch import nn
 
-from gradzip import cli
+from gradzip import cli, collectives, wire
 from gradzip.codecs import Context, parse
+from gradzip.exchange.codecs import message_codec
+from gradzip.exchange.coding import Message, Values
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.program import Communicate
 from gradzip.planner import answer as answers
 from gradzip.planner import inject_folder
 from gradzip.planner.answer import Request, answer
 from gradzip.planner.choices import Limits
 from gradzip.planner.measure import Settings, coding
+from gradzip.planner.measure import messages as sending
 from gradzip.planner.network import Topology
 from gradzip.planner.profile import Profile
+from gradzip.routes import NAMED
 
 SCRIPT = """
 import sys, time
@@ -133,7 +140,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert Profile.load(out).steps >= 10
 
 
-@pytest.mark.parametrize("text", ["gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast", "topk", "powersgd:rank=2"])
+@pytest.mark.parametrize(
+    "text", ["gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast", "topk", "powersgd:rank=2", "noise"]
+)
 def test_codecs_are_timed_through_the_runtime(text: str) -> None:
     """In the mirror all ranks send the same: the mean is the gradient itself, as far as the codec keeps it."""
     torch.manual_seed(0)
@@ -152,6 +161,50 @@ def test_codecs_are_timed_through_the_runtime(text: str) -> None:
         assert all(size > 0 and seconds >= 0 for size, seconds in curve.points)
         assert curve.line.at(1e6) > 0
     assert all(torch.equal(g, before) for (_, _, g), before in zip(gradients, kept)), "gradients are left alone"
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.9])
+def test_frames_of_noise_are_as_large_as_those_of_an_exchange(alike: float) -> None:
+    """Of a rank's own gradient and of the sum, whether ranks have much in common or nothing."""
+    torch.manual_seed(0)
+    world, parameter = 4, nn.Parameter(torch.zeros(64, 512))
+    common = alike * torch.randn(64, 512)
+    ranks = [common + (1 - alike) * torch.randn(64, 512) for _ in range(world)]
+    codec = message_codec(parse("noise"))
+    assert codec is not None
+    sent: dict[str, list[int]] = {}
+
+    class Weighed(Interpreter):
+        def _communicate(self, step: Communicate, ranks: Sequence[int]) -> None:
+            frames = [frame for term in self._coded[1][step.source] for frame in term]
+            sent[step.name] = [frame.numel() - wire.HEADER_BYTES for frame in frames]
+            super()._communicate(step, ranks)
+
+    topology = collectives.Topology(0, tuple((rank,) for rank in range(world)))
+    values = [parameter.numel()]
+    program = compile_route(codec.text, NAMED["alltoall"], ["x"], values, torch.float32, topology, True)
+    messages = [Message(["x"], torch.float32, rank, world, 7) for rank in range(world)]
+    Weighed(program, codec, messages).run([[gradient.flatten()] for gradient in ranks])
+    gradients, means = [("x", parameter, ranks[1])], [("x", parameter, sum(ranks) / world)]
+    cost = coding._cost(parse("noise"), gradients, torch.optim.SGD([parameter], lr=0.1), world, means)
+    raw = 4 * parameter.numel()
+    assert raw / cost.ratios["x"] == pytest.approx(sum(sent["AllToAll"]), rel=0.02)
+    assert raw / cost.sum_ratios["x"] == pytest.approx(4 * sum(sent["AllGather"]), rel=0.02)
+
+
+def test_messages_that_stand_for_those_of_others_end_as_their_mean() -> None:
+    """All ranks have the same gradient: what comes back is that, with little noise."""
+    torch.manual_seed(0)
+    given = torch.randn(1024).repeat(4)
+    codec = message_codec(parse("noise:share=0.1%"))
+    assert codec is not None
+    topology = collectives.Topology(0, tuple((rank,) for rank in range(4)))
+    program = compile_route(codec.text, NAMED["alltoall"], ["x"], [4096], torch.float32, topology, True)
+    values = Values([given.clone()])
+    stages = sending._Sending(program, codec, values, Message(["x"], torch.float32, 0, 4, 3)).stages()
+    assert len(stages) == 3
+    off = (values.tensors[0] - given).square().mean() / given.square().mean()
+    assert 0 < off < 0.004
 
 
 def test_values_cost_something_whatever_frames_seem_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ CODECS = (
     "gcomp:ulps=256",
     "gcomp:ulps=4096",
     "gcomp:keep=7",
+    "noise",
     "cast:to=bf16",
     "zstd",
     "lz4",

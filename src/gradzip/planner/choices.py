@@ -116,6 +116,12 @@ def _of_codec(pricing: Pricing, cost: CodecCost, device: str, ways: Sequence[Rou
     codec, name = cost.codec, cost.name
     if codec.rounds > 1:
         return [Choice(Option(name, device, "factors"), cost, 1, tuple(pricing.factors(cost, device)))]
+    if codec.routes:  # the only ones that it can take; the runtime knows them by their names
+        named = {name_of: Route.parse(name_of).on(device) for name_of in codec.routes}
+        return [
+            Choice(Option(name, device, name_of), cost, route.encodes, tuple(pricing.coded(route, cost)))
+            for name_of, route in named.items()
+        ]
     found = []
     if codec.summable:
         found.append(Choice(Option(name, device, "allreduce"), cost, 1, tuple(pricing.allreduce(cost, device))))

@@ -1,19 +1,43 @@
-"""What each step of a route takes, for gradients of any size: the executor's walk over a route, with bytes for data.
+"""What each step of a program takes, for gradients of any size: its steps, with bytes for data.
 
-Every amount is a sum over FEATURES of a unit: so a route is walked once and then priced for all units together. The
-walk follows the first rank of each group, which has the most to do.
+Every amount is a sum over FEATURES of a unit. So the program of a route is read once for a cluster (`loads`) and then
+priced for all codecs and all units. Steps are those of the first rank of each group, which has the most to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ..routes import NAMED, Route, Step
-from .network import Network
+from ..collectives.topology import Topology as Ranks
+from ..exchange.compiler import compile_route
+from ..exchange.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Buffer,
+    Communicate,
+    Decode,
+    Encode,
+    Gather,
+    Groups,
+    Pass,
+    Program,
+    Recode,
+    Reduce,
+    ReduceScatter,
+)
+from ..exchange.program import Step as ProgramStep
+from ..routes import NAMED, Route
+from .network import Network, Topology
 from .profile import CodecCost, Curve, Line
 from .timeline import CPU, D2H, GPU, H2D
 
@@ -26,6 +50,16 @@ FEATURES = ("one", "tensors", "raw", "payload", "payload_intra", "payload_inter"
 HEADER_BYTES = 32.0  # of a frame
 EXCHANGES = 2  # of the route on which the cost of a chunk was measured
 DEALT = Route.parse("rs.flat > ag.flat")
+KINDS: dict[type[ProgramStep], str] = {
+    AllReduce: "ar",
+    ReduceScatter: "rs",
+    Reduce: "red",
+    AllToAll: "a2a",
+    AllGather: "ag",
+    Gather: "gat",
+    Broadcast: "bc",
+    Pass: "pass",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +82,7 @@ class Pricing:
     def plain(self, route: Route) -> list[Priced]:
         """Uncompressed. Beside compressed ones the runtime deals out and collects even what is an all-reduce."""
         runs = DEALT if route == NAMED["allreduce"] and self.network.profile.transport == "host" else route
-        return _Walk(self, None).take(runs)
+        return self._price(loads(runs, self.network.topology), None)
 
     def ddp(self, size_bytes: float) -> tuple[float, float]:
         """DDP's own all-reduce of a bucket: seconds that it holds the links, and until it is there after that."""
@@ -59,155 +93,167 @@ class Pricing:
         return max(cost.s_per_byte, busy) * size_bytes, max(cost.latency_s, cost.cpu_s / self.network.share)
 
     def coded(self, route: Route, codec: CodecCost) -> list[Priced]:
-        return _Walk(self, codec).take(route)
+        return self._price(loads(route, self.network.topology), codec)
 
     def allreduce(self, codec: CodecCost, device: str) -> list[Priced]:
         """Summable payloads, averaged as they are."""
-        walk = _Walk(self, codec)
-        walk.code("enc", device, 1.0)
-        walk.communicate("ar", "flat", walk.held())
-        walk.code("dec", device, 1.0)
-        return walk.finish()
+        encode, decode = Load("enc", device, _VALUES), Load("dec", device, _FRAMES, True)
+        return self._price((encode, Load("ar", "flat", _FRAMES, True), decode), codec)
 
     def factors(self, codec: CodecCost, device: str) -> list[Priced]:
         """Low rank: two averages that depend on each other, a third of the work before, between and after them."""
-        walk = _Walk(self, codec)
-        for _ in range(2):
-            walk.code("enc", device, 1.0, 1 / 3)
-            walk.communicate("ar", "flat", walk.held() / 2)
-        walk.code("enc", device, 1.0, 1 / 3)
-        walk.coded = False
-        return walk.finish()
+        first = Load("enc", device, _VALUES, work=1 / 3)
+        average, later = Load("ar", "flat", _FRAMES / 2, True), Load("enc", device, _FRAMES, True, work=1 / 3)
+        return self._price((first, average, later, average, later), codec)
+
+    def _price(self, steps: Sequence[Load], codec: CodecCost | None) -> list[Priced]:
+        return _Prices(self, codec).of(steps)
 
 
-class _Walk:
-    def __init__(self, pricing: Pricing, codec: CodecCost | None) -> None:
-        self.pricing, self.codec = pricing, codec
-        self.profile = pricing.network.profile
-        self.topology = pricing.network.topology
-        # Gradients lie on the GPU if there is one to code on, or to copy from.
-        self.home = "gpu" if "gpu" in self.profile.devices or self.profile.copies else "cpu"
-        self.place = self.home
-        self.share = 1.0  # of the tensor, that a rank holds
-        self.coded = False
-        self.contributions = 1.0
-        self.frames = 1.0
-        self.payload = "payload"
-        self.summed: set[str] = set()  # the groups whose sum was formed before encoding
-        self.pending: set[str] = set()
-        self.active = self.topology.ranks_per_host
-        self.tasks: list[Priced] = []
+class Load(NamedTuple):
+    """What one step works on."""
 
-    def take(self, route: Route) -> list[Priced]:
-        for number, (step, joins) in enumerate(zip(route.steps, route.joins)):
-            if step.kind == "enc":
-                self.frames = self.dealt(route.steps[number + 1 :])
-                self.code("enc", step.where, self.share)
-            elif step.kind == "dec":
-                self.code("dec", step.where, self.share)
-            else:
-                self.collective(step, joins)
-        return self.finish()
+    kind: str  # enc, dec, or one of KINDS
+    where: str  # the device, or the group
+    held: Amount  # bytes that the step reads
+    coded: bool = False  # these are frames
+    share: float = 1.0  # of the message: the part that is coded, once for each term
+    frames: float = 1.0  # of each tensor, for each term
+    terms: float = 1.0  # that a decode adds up
+    alone: bool = False  # one of a host's ranks takes part, and not all of them
+    work: float = 1.0  # the part of a codec's seconds that is spent here
 
-    def finish(self) -> list[Priced]:
-        self.move(self.home)
-        return self.tasks
 
-    def dealt(self, steps: Sequence[Step]) -> float:
-        """Frames that an encode makes: one for each part that is dealt out before it is decoded."""
-        frames = 1.0
-        for step in steps:
-            if step.kind == "dec":
-                break
-            if step.kind == "a2a":
-                frames *= self.topology.size(step.where)
-        return frames
+def loads(route: Route, topology: Topology) -> tuple[Load, ...]:
+    """The steps of a route's program on a cluster of that shape."""
+    return _loads(route, topology.hosts, topology.ranks_per_host)
 
-    def held(self) -> Amount:
-        """The bytes that a rank holds."""
-        if not self.coded:
-            return amount(raw=self.share)
-        bytes_held = amount(tensors=HEADER_BYTES * self.frames * self.contributions)
-        return bytes_held + amount(**{self.payload: self.share * self.contributions})
 
-    def add(self, label: str, resources: int, seconds: Amount, source: str) -> None:
-        self.tasks.append(Priced(label, resources, seconds, source))
+@lru_cache(maxsize=1 << 13)
+def _loads(route: Route, hosts: int, ranks: int) -> tuple[Load, ...]:
+    cluster = Ranks(0, tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)))
+    # Which steps there are depends neither on the message nor on the codec.
+    program = compile_route("", route, ("message",), (1,), torch.float32, cluster)
+    reading = _Reading(program, {name: members.size for name, members in cluster.groups().items()})
+    return tuple(load for step in program.steps for load in reading.loads(step))
 
-    def move(self, place: str) -> None:
-        if place == self.place:
-            return
-        if not self.pricing.free:
-            name = "device_to_host" if place == "cpu" else "host_to_device"
-            line = _line(self.profile.copies.get(name))
-            seconds = line.s_per_byte * self.held() + amount(one=line.latency_s)
-            self.add(name, D2H if place == "cpu" else H2D, seconds, name)
-        self.place = place
 
-    def code(self, kind: str, device: str, share: float, part: float = 1.0) -> None:
-        """Codes that share of the tensors; `part` of the work."""
-        assert self.codec is not None
-        self.move(device)
-        curve = (self.codec.encode if kind == "enc" else self.codec.decode)[device]
-        times = self.contributions if kind == "dec" else 1.0
-        if not self.pricing.free:
-            line, each = curve.line, curve.frame_s * self.frames * times
-            seconds = part * amount(one=line.latency_s, tensors=each, raw=line.s_per_byte * share * times)
-            if device == "cpu":
-                seconds /= self.pricing.network.cores
-            source = f"{kind} {self.codec.name}@{device}"
-            self.add(f"{kind}.{device}", GPU if device == "gpu" else CPU, seconds, source)
-        if kind == "enc":
-            self.coded = True
-            self.contributions = 1.0
-            self.payload = self.payload_name()
-        else:
-            self.coded = False
-            self.contributions = self.frames = 1.0
-            self.summed |= self.pending
-            self.pending = set()
+class _Reading:
+    """Tells what the buffers of a program hold, in amounts."""
 
-    def payload_name(self) -> str:
-        if self.summed >= {"intra", "inter"} or "flat" in self.summed:
+    def __init__(self, program: Program, sizes: Mapping[str, int]) -> None:
+        self._program, self._sizes = program, sizes
+
+    def loads(self, step: ProgramStep) -> list[Load]:
+        source, target = self._program.buffer(step.source), self._program.buffer(step.target)
+        if isinstance(step, Communicate):
+            alone = "intra" in step.only
+            return [Load(KINDS[type(step)], step.group, self._bytes(source), source.coded, alone=alone)]
+        found = []
+        if isinstance(step, Decode | Recode):
+            terms = self._count(source.terms)
+            found.append(
+                Load("dec", step.device, self._bytes(source), True, self._share(source), self._frames(source), terms)
+            )
+        if isinstance(step, Encode | Recode):
+            held = amount(raw=1 / self._count(source.within))
+            found.append(Load("enc", step.device, held, False, self._share(target), self._frames(target)))
+        return found
+
+    def _count(self, groups: Groups) -> float:
+        return float(math.prod(self._sizes[group] for group in groups))
+
+    def _share(self, frames: Buffer) -> float:
+        """The part of the message that frames are of: in a ring, that of one member."""
+        return 1 / self._count((*frames.within, *frames.over[-1:]) if frames.leaf else frames.within)
+
+    def _frames(self, frames: Buffer) -> float:
+        return 1.0 if frames.leaf else self._count(frames.over)
+
+    def _bytes(self, buffer: Buffer) -> Amount:
+        share = self._share(buffer)
+        if not buffer.coded:
+            return amount(raw=share)
+        terms = self._count(buffer.terms)
+        headers = amount(tensors=HEADER_BYTES * self._frames(buffer) * terms)
+        return headers + amount(**{self._payload(self._program.hop(buffer.name).summed): share * terms})
+
+    def _payload(self, summed: int) -> str:
+        """The feature that says how large frames are of the sum of so many ranks; in a ring, as of the whole sum."""
+        if summed == self._sizes["flat"]:
             return "payload_flat"
-        return next((f"payload_{group}" for group in ("intra", "inter") if group in self.summed), "payload")
+        names = {self._sizes["inter"]: "payload_inter", self._sizes["intra"]: "payload_intra", 1: "payload"}
+        return names.get(summed, "payload_flat")
 
-    def collective(self, step: Step, joins: bool) -> None:
-        peers = self.topology.size(step.where)
-        self.communicate(step.kind, step.where, self.held())
-        dealt = step.kind in ("rs", "a2a") or (step.kind == "ag" and joins)
-        if dealt and joins:
-            self.share *= peers
-            self.frames *= peers if self.coded else 1
-        elif dealt:
-            self.share /= peers
-            self.frames /= peers if self.coded else 1
-        if self.coded and not joins:
-            self.contributions *= peers
-        if not joins:
-            (self.pending if self.coded else self.summed).add(step.where)
-            if step.where == "intra" and not dealt:
-                self.active = 1  # the first rank of each host goes on alone
 
-    def communicate(self, kind: str, group: str, held: Amount) -> None:
-        """The collective, with the copies that bring data to where it is taken from.
+class _Prices:
+    """Prices steps one after the other, with the copies that bring data to where a step wants it."""
 
-        Plain values go as DDP sends them, from where they lie; coded ones by the transport of the profile.
-        """
-        if self.coded or self.place != self.home:
-            self.move("cpu" if self.profile.transport == "host" else self.home)
-        network = self.pricing.network
-        cost = network.cost(kind, group, self.active if group == "inter" else 1)
-        if self.profile.transport != "host":
-            seconds = amount(one=cost.latency_s) + cost.s_per_byte * held
-            self.add(f"{kind}.{group}", cost.resources, seconds, cost.source)
+    def __init__(self, pricing: Pricing, codec: CodecCost | None) -> None:
+        self._pricing, self._codec = pricing, codec
+        self._profile = pricing.network.profile
+        # Gradients lie on the GPU if there is one to code on, or to copy from.
+        self._home = "gpu" if "gpu" in self._profile.devices or self._profile.copies else "cpu"
+        self._place = self._home
+        self._tasks: list[Priced] = []
+
+    def of(self, steps: Sequence[Load]) -> list[Priced]:
+        for step in steps:
+            if self._codec is not None and self._codec.by_message:
+                step = step._replace(held=step.held @ _ONE_HEADER)
+            if step.kind in ("enc", "dec"):
+                self._code(step)
+            else:
+                self._communicate(step)
+        self._move(self._home, _VALUES)
+        return self._tasks
+
+    def _add(self, label: str, resources: int, seconds: Amount, source: str) -> None:
+        self._tasks.append(Priced(label, resources, seconds, source))
+
+    def _move(self, place: str, held: Amount) -> None:
+        if place == self._place:
+            return
+        if not self._pricing.free:
+            name = "device_to_host" if place == "cpu" else "host_to_device"
+            line = _line(self._profile.copies.get(name))
+            seconds = line.s_per_byte * held + amount(one=line.latency_s)
+            self._add(name, D2H if place == "cpu" else H2D, seconds, name)
+        self._place = place
+
+    def _code(self, step: Load) -> None:
+        assert self._codec is not None
+        device = step.where
+        self._move(device, step.held)
+        if self._pricing.free:
+            return
+        curve = (self._codec.encode if step.kind == "enc" else self._codec.decode)[device]
+        line, each = curve.line, curve.frame_s * step.frames * step.terms
+        values = line.s_per_byte * step.share * step.terms
+        seconds = step.work * amount(one=line.latency_s, tensors=each, raw=values)
+        if device == "cpu":
+            seconds /= self._pricing.network.cores
+        source = f"{step.kind} {self._codec.name}@{device}"
+        self._add(f"{step.kind}.{device}", GPU if device == "gpu" else CPU, seconds, source)
+
+    def _communicate(self, step: Load) -> None:
+        """The collective. Plain values go as DDP sends them, from where they lie; frames by the profile's transport."""
+        by_host = self._profile.transport == "host"
+        if step.coded or self._place != self._home:
+            self._move("cpu" if by_host else self._home, step.held)
+        network = self._pricing.network
+        active = network.topology.ranks_per_host if step.where == "inter" and not step.alone else 1
+        cost, label = network.cost(step.kind, step.where, active), f"{step.kind}.{step.where}"
+        if not by_host:
+            self._add(label, cost.resources, amount(one=cost.latency_s) + cost.s_per_byte * step.held, cost.source)
             return
         # While messages are under way others use the link, and what they take of the processor coding cannot have.
-        once = max(cost.cpu_s, self.profile.chunk_s / EXCHANGES)
+        once = max(cost.cpu_s, self._profile.chunk_s / EXCHANGES)
         if once or cost.cpu_s_per_byte:
-            seconds = (amount(one=once) + cost.cpu_s_per_byte * held) / network.cores
-            self.add("sockets", CPU, seconds, f"cpu {cost.source}")
-        self.add(f"{kind}.{group}", cost.resources, cost.s_per_byte * held, cost.source)
-        self.add("latency", 0, amount(one=max(0.0, cost.latency_s - cost.cpu_s / network.cores)), cost.source)
+            seconds = (amount(one=once) + cost.cpu_s_per_byte * step.held) / network.cores
+            self._add("sockets", CPU, seconds, f"cpu {cost.source}")
+        self._add(label, cost.resources, cost.s_per_byte * step.held, cost.source)
+        self._add("latency", 0, amount(one=max(0.0, cost.latency_s - cost.cpu_s / network.cores)), cost.source)
 
 
 def amount(
@@ -221,6 +267,13 @@ def amount(
 ) -> Amount:
     """A factor for each of FEATURES."""
     return np.array((one, tensors, raw, payload, payload_intra, payload_inter, payload_flat))
+
+
+_VALUES = amount(raw=1.0)
+_FRAMES = amount(tensors=HEADER_BYTES, payload=1.0)  # one of each tensor, whole
+# Where frames hold parts of all tensors, a message has as many headers as otherwise each tensor.
+_ONE_HEADER = np.eye(len(FEATURES))
+_ONE_HEADER[FEATURES.index("tensors")] = amount(one=1.0)
 
 
 def _line(curve: Curve | None) -> Line:

@@ -108,14 +108,14 @@ class Network:
         if kind == "ddp":
             kind, transport = "ar", "nccl" if self.by_nccl else transport
         line = measured.curve.line
-        there = Topology.of(self.profile)
-        bytes_there = wire_factor(kind, measured.peers, transport)
-        wire_there = _wire_s(kind, measured.group, there, self._there, transport, there.ranks_per_host)
+        there, known = Topology.of(self.profile), "a2a" if kind == "pass" else kind
+        bytes_there = wire_factor(known, measured.peers, transport)
+        wire_there = _wire_s(known, measured.group, there, self._there, transport, there.ranks_per_host)
         rest = max(0.0, line.s_per_byte - wire_there) / bytes_there if measured.cpu is None else 0.0
         slower = max(1.0, line.s_per_byte / wire_there)
         wire_here = _wire_s(kind, group, topology, self._here, transport, active)
         peers = topology.size(group)
-        more_rounds = _rounds(kind, peers, transport) / _rounds(kind, measured.peers, transport)
+        more_rounds = _rounds(kind, peers, transport) / _rounds(known, measured.peers, transport)
         more_bytes = wire_factor(kind, peers, transport) / bytes_there
         cpu = Line(0.0, 0.0) if measured.cpu is None else measured.cpu.line
         s_per_byte = max(wire_here * slower, wire_here + rest * wire_factor(kind, peers, transport))
@@ -158,6 +158,8 @@ class Network:
         """The measurement that stands for a collective; what is not the same is noted."""
         if kind == "ddp" and not self.by_nccl:
             kind = "ar"
+        if kind == "pass":  # to one peer what an all-to-all sends to each
+            kind = "a2a"
         nearest = {"flat": ("flat", "inter", "intra"), "inter": ("inter", "flat", "intra")}
         for candidate in nearest.get(group, ("intra", "flat", "inter")):
             if (kind, candidate) in self._measured:
@@ -188,7 +190,7 @@ def _rounds(kind: str, peers: int, transport: str) -> int:
     """Messages that follow each other. NCCL reduces and broadcasts along trees; pairs and rings take one round each."""
     if transport == "nccl" and kind in ("ar", "red", "bc"):
         return max(1, math.ceil(math.log2(peers))) * (2 if kind == "ar" else 1)
-    return (peers - 1) * (2 if kind == "ar" else 1)
+    return 1 if kind == "pass" else (peers - 1) * (2 if kind == "ar" else 1)
 
 
 def wire_factor(kind: str, peers: int, transport: str) -> float:
@@ -197,8 +199,8 @@ def wire_factor(kind: str, peers: int, transport: str) -> float:
         return 2 * (peers - 1) / peers
     if kind in ("rs", "a2a"):
         return (peers - 1) / peers
-    if kind in ("red", "bc") and transport == "nccl":
-        return 1.0  # passed on in a pipeline
+    if kind == "pass" or (kind in ("red", "bc") and transport == "nccl"):
+        return 1.0  # passed on; along a tree, in a pipeline
     return peers - 1.0
 
 

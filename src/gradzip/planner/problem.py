@@ -13,6 +13,7 @@ from ..codecs.baseline import Cast
 from ..collectives.coder import cuttable
 from ..collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks
 from ..errors import PlanError
+from ..exchange.on_host import CHUNK
 from ..option import Option
 from .choices import Choice, Limits, choices, twin
 from .cost import FEATURES, Amount, Pricing, features
@@ -22,7 +23,7 @@ from .profile import CodecCost
 from .timeline import Task, Timeline, simulate
 from .units import Unit
 
-CUTTINGS = ("cut", "grouped", "whole")
+CUTTINGS = ("cut", "grouped", "whole", "even")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,29 @@ class _Part:
     sizes: tuple[tuple[float, ...], ...]
 
 
+def even_chunks(numels: Sequence[int], world: int) -> list[Layout]:
+    """Tensors one behind the other, cut as the host runner cuts messages: into equally many values."""
+    total = sum(numels)
+    count = max(1, round(total / world / CHUNK))
+    ends = [total * (i + 1) // count for i in range(count)]
+    found: list[Layout] = []
+    start = 0
+    for end in ends:
+        pieces, first = list[Piece](), 0
+        for number, numel in enumerate(numels):
+            low, high = max(start, first), min(end, first + numel)
+            if low < high:
+                pieces.append(Piece(number, low - first, high - first))
+            first += numel
+        found.append(tuple(pieces))
+        start = end
+    return found
+
+
 def _cutting(choice: Choice) -> str:
-    """How the runtime sends it: in chunks, in chunks of whole tensors, or all that there is of it at once."""
+    """How the runtime sends it: in chunks, in chunks of whole tensors, at once, or as a message in even chunks."""
+    if choice.codec is not None and choice.codec.by_message:
+        return "even"
     codec = None if choice.codec is None else choice.codec.codec
     if choice.option.route == "factors" or (choice.option.route == "allreduce" and not isinstance(codec, Cast | None)):
         return "whole"
@@ -122,8 +144,8 @@ class Problem:
         whole: list[Layout] = [tuple(Piece(i, 0, n) for i, n in enumerate(numels))]
         if self.network.profile.transport != "host":
             return [whole] * len(CUTTINGS)
-        part = PART_ON_GPU if self.device == "gpu" else PART
-        return [*(chunks(numels, self.network.topology.world, cut, part) for cut in (True, False)), whole]
+        part, world = PART_ON_GPU if self.device == "gpu" else PART, self.network.topology.world
+        return [*(chunks(numels, world, cut, part) for cut in (True, False)), whole, even_chunks(numels, world)]
 
     def _size(self, unit: Unit, chunk: Layout, codecs: Sequence[CodecCost | None]) -> tuple[float, ...]:
         tensors = [unit.tensors[piece.tensor] for piece in chunk]

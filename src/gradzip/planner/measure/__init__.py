@@ -3,6 +3,7 @@
     install     patches DistributedDataParallel and the optimizers' step, in every rank (see ../inject)
     record      when gradients become ready, and how long forward, backward and the optimizer take
     coding      what codecs cost, and save, on the script's own gradients
+    messages    the same for codecs that code whole messages
     wire        what collectives cost on the script's own ranks
     pipeline    what the runtime's threads cost
 
@@ -34,8 +35,8 @@ from .wire import measure_network, own_group
 
 VARIABLE = "GRADZIP_PROFILE"
 DEFAULT_CODECS = (
-    *("gcomp", "gcomp:mode=lossless", "gcomp:ulps=256"),
-    *("cast:to=bf16", "topk", "powersgd:rank=4"),
+    *("gcomp", "gcomp:mode=lossless", "gcomp:keep=7", "gcomp:ulps=256"),
+    *("noise", "cast:to=bf16", "topk", "powersgd:rank=4"),
 )
 QUIET = 5.0  # seconds between two lines that say how far it is
 WARM = 3  # steps before anything counts: DDP forms its buckets anew after the first

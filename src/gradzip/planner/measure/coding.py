@@ -3,9 +3,10 @@
 What a rank sends first is its own gradient, before it is averaged; what it sends then is a mean. These may differ much:
 of gradients from BF16 arithmetic half of the bits are 0, of their mean none.
 
-Other ranks are played by a mirror, which sends what this one sends. So everything counts that the runtime does around a
-codec's calls (buffers, sums, error feedback, the look for NaN), and nothing of the wire. On the CPU it is counted in
-seconds of a core, which other work on the machine does not change.
+Codecs that code tensor by tensor are measured here, those of whole messages in messages.py. Other ranks are played by a
+mirror, which sends what this one sends. So everything counts that the runtime does around a codec's calls (buffers,
+sums, error feedback, the look for NaN), and nothing of the wire. On the CPU it is counted in seconds of a core, which
+other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import sensitivity
+from ... import sensitivity, wire
 from ...codecs import Codec, Context, parse
 from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
@@ -30,10 +31,11 @@ from ...collectives.coder import cuttable
 from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
-from ...errors import GradzipError
+from ...errors import GradzipError, Unsupported
 from ...feedback import Memory, clean_name
 from ...routes import NAMED
 from ..profile import CodecCost, Curve
+from .messages import MessageStand, as_sent, codes_messages
 
 SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
 SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
@@ -82,6 +84,8 @@ def _cost(
     with torch.no_grad():
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
+        if codes_messages(codec):
+            return _of_messages(codec, gradients, world, means)
         floors = _floors(codec, optimizer)
         ratios = _ratios(codec, gradients, floors, own=True)
         sums = {} if codec.fixed_size else _ratios(codec, means, floors)
@@ -92,9 +96,29 @@ def _cost(
             flat, floor = flatten(gradient, parameter)[:MOST].to(place), floors.get(parameter)
             floor = None if floor is None else floor[:MOST].to(place)
             encode[device], decode[device] = _curves(Stand(codec, device, place, world), name, flat, floor)
+    return CodecCost(codec, _overall(gradients, ratios), encode, decode, ratios, isinstance(codec, SparseFrame), sums)
+
+
+def _overall(gradients: Sequence[Gradient], ratios: Mapping[str, float]) -> float:
     raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
-    payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
-    return CodecCost(codec, raw / payload, encode, decode, ratios, isinstance(codec, SparseFrame), sums)
+    return raw / sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
+
+
+def _of_messages(codec: Codec, gradients: Sequence[Gradient], world: int, means: Sequence[Gradient]) -> CodecCost:
+    """A codec that codes whole messages. What the headers of its frames take, a message has once."""
+    if any(g.is_cuda for _, _, g in gradients):
+        raise Unsupported("what it costs on a GPU is not measured yet")
+    ratios, sums = dict[str, float](), dict[str, float]()
+    average = {name: mean for name, _, mean in means}
+    for name, parameter, gradient in gradients:
+        own, mean = (flatten(x, parameter) for x in (gradient, average.get(name, gradient)))
+        context = Context(name, world=world)
+        for found, sent, values in zip((ratios, sums), as_sent(codec, own, mean, world), (own, mean)):
+            size = sent.encode(values, context).numel() - wire.HEADER_BYTES
+            found[name] = values.numel() * values.element_size() / max(size, 1)
+    name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
+    curves = _curves(MessageStand(codec, world), name, flatten(gradient, parameter)[:MOST], None)
+    return CodecCost(codec, _overall(gradients, ratios), {"cpu": curves[0]}, {"cpu": curves[1]}, ratios, False, sums)
 
 
 def _floors(codec: Codec, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
@@ -170,6 +194,8 @@ def _copy(part: torch.Tensor, size: int) -> torch.Tensor:
 class Stand:
     """Sends messages of one codec, coded on one device, to the mirror."""
 
+    grain = 1  # values: each rank gets a multiple of it
+
     def __init__(self, codec: Codec, device: str, place: torch.device, world: int) -> None:
         self.codec, self.place, self.world = codec, place, world
         route = message.route_of(codec, None if codec.rounds > 1 else "alltoall" if cuttable(codec) else "allgather")
@@ -212,21 +238,23 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _curves(stand: Stand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
+def _curves(stand: Stand | MessageStand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
     """Encoding is the first stage of a message, decoding the last one."""
     world = stand.world
 
     def stages(values: int, tensors: int) -> tuple[float, float]:
         """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
-        whole, floors = flat[:values].repeat(world), _repeated(floor, values, world)
+        share = flat[:values].repeat(-(-values // flat.numel()))[:values]
+        whole, floors = share.repeat(world), _repeated(floor, values, world)
         # Not a step at which gradients are looked at (codecs/own.py): the message that does not count does that.
         contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors) for i in range(tensors)]
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions
 
-    sizes = sorted({min(size, flat.numel()) for size in (SIZES_ON_GPU if flat.is_cuda else SIZES)})
+    there_are = max(flat.numel() // stand.grain, 1) * stand.grain
+    sizes = sorted({min(size, there_are) for size in (SIZES_ON_GPU if flat.is_cuda else SIZES)})
     single = [stages(size, 1) for size in sizes]
-    small = min(SMALL, flat.numel())
+    small = min(SMALL, there_are)
     many = stages(small, MANY)
     frames = world if stand.contributions == 1 else 1  # of a tensor
     curves = []
@@ -255,9 +283,7 @@ def _low_rank(codec: Codec, gradients: Sequence[Gradient], world: int) -> CodecC
         contexts = [Context(name, world=world) for name, _, _ in chosen]
         points.append((float(size), sum(stand.stages([g for _, _, g in chosen], contexts))))
     curve = Curve(tuple(points))
-    raw = sum(g.numel() * g.element_size() for _, _, g in gradients)
-    payload = sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
-    return CodecCost(codec, raw / payload, {device: curve}, {device: curve}, ratios)
+    return CodecCost(codec, _overall(gradients, ratios), {device: curve}, {device: curve}, ratios)
 
 
 def measure_copies(device: torch.device) -> dict[str, Curve]:
