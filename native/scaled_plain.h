@@ -41,14 +41,14 @@ static void transform(T* x, int n) {
                 }
 }
 
-static uint32_t scale_of(const Form& form, const float* x, int n) {
+static uint32_t scale_of(const Form& form, const float* x, int n, bool turned) {
     uint32_t magnitude = 0;
     for (int j = 0; j < n; j++) {
         uint32_t bits = as_bits(x[j]) & 0x7fffffffu;
         magnitude = bits > magnitude ? bits : magnitude;
     }
     if (magnitude >= 0x7f800000u) return 0x7fc0;
-    if (magnitude == 0) return 0;
+    if (magnitude == 0 || (turned && magnitude < 0x00800000u)) return 0;
     uint32_t scale = (as_bits(as_float(magnitude) / form.most) + 0xffffu) >> 16;
     if (scale < 0x80) scale = 0x80;
     return scale < form.largest_scale ? scale : form.largest_scale;
@@ -65,7 +65,8 @@ static inline int32_t rounded(float t, uint32_t draw) {
 static void encode_block(const Form& form, const float* x, int n, uint32_t i, uint64_t key, uint32_t offset,
                          uint64_t signs, uint8_t* scale_at, uint8_t* codes) {
     float turned[kMostBlock];
-    if (form.hadamard && n == form.block) {
+    const bool turns = form.hadamard && n == form.block;
+    if (turns) {
         uint32_t words[kMostBlock / 32];
         sign_words(i, n, signs, words);
         float factor = 1.0f / float(n);
@@ -75,7 +76,7 @@ static void encode_block(const Form& form, const float* x, int n, uint32_t i, ui
         transform(turned, n);
         x = turned;
     }
-    uint32_t scale = scale_of(form, x, n);
+    uint32_t scale = scale_of(form, x, n, turns);
     scale_at[0] = uint8_t(scale), scale_at[1] = uint8_t(scale >> 8);
     int padded = (n + kAlign - 1) / kAlign * kAlign;
     if (scale == 0 || scale == 0x7fc0) {

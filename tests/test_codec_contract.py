@@ -39,7 +39,8 @@ VARIANTS = [
     *SCALED,
 ]
 # Multiplying by one over a chance, by a norm or scale that itself shrinks or by a level that grows with the noise, or
-# cutting at what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a mean, anew.
+# cutting at what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a
+# mean, anew.
 NOT_TWICE = {
     *("randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.3,unbiased=true", "dgc:ratio=0.3,clip=0.001"),
     *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "noise", "noise:share=0.0001", "noise:share=0.3"),

@@ -54,9 +54,10 @@ def _encode(form: Form, x: Floats, row: np.void, frame: Bytes) -> None:
     for first in range(0, n, form.block):
         block = x[first : first + form.block]
         index = np.uint32((start + first) & 0xFFFFFFFF) + np.arange(len(block), dtype=np.uint32)
-        if form.hadamard and len(block) == form.block:
+        turned = form.hadamard and len(block) == form.block
+        if turned:
             block = _hadamard(_signed(block / np.float32(form.block), index, int(row["signs"])))
-        scale = _scale(form, block)
+        scale = _scale(form, block, turned)
         at = 2 * (int(row["scale_at"]) + first // form.block)
         frame[at : at + 2] = np.array([scale], "<u2").view(np.uint8)
         codes = np.zeros(-(-len(block) // ALIGN) * ALIGN, np.uint8)
@@ -94,12 +95,12 @@ def _decoded(form: Form, frame: Bytes, row: np.void, n: int) -> Floats:
 # --- Arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def _scale(form: Form, block: Floats) -> int:
-    """The bfloat16 bits of a block's scale."""
+def _scale(form: Form, block: Floats, turned: bool) -> int:
+    """The bfloat16 bits of a block's scale; 0: it decodes to zeros, as a transformed one of subnormals does."""
     magnitude = int((block.view(np.uint32) & np.uint32(0x7FFFFFFF)).max())
     if magnitude >= 0x7F800000:
         return NAN_SCALE
-    if magnitude == 0:
+    if magnitude == 0 or (turned and magnitude < 0x00800000):
         return 0
     exact = np.uint32(magnitude).view(np.float32) / np.float32(form.most)
     return min(max(int(exact.view(np.uint32)) + 0xFFFF >> 16, LEAST_SCALE), form.largest_scale)

@@ -212,6 +212,7 @@ DEVICE void encode_eight(const Scaled& a, u8* frame, const ScaledPart& part, con
         u32 other = __shfl_xor_sync(kAll, most, lanes);
         most = other > most ? other : most;
     }
+    if (kHadamard && p.full && most < 0x00800000u) most = 0;
     constexpr float divisor = kKind == kInt8 ? 127.0f : kKind == kInt4 ? 7.0f : 448.0f;
     u32 largest = __float_as_uint(__fdiv_rn(kLargest, divisor)) >> 16;
     u32 scale = (__float_as_uint(__fdiv_rn(__uint_as_float(most), divisor)) + 0xffffu) >> 16;
