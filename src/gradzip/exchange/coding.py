@@ -127,6 +127,7 @@ class MessageCodec(ABC):
 
     text: str
     known_size: ClassVar[bool]  # a frame's size follows from its table
+    uses_shapes: ClassVar[bool] = False  # has a use for Message.shapes
     codes_sums: ClassVar[bool] = False  # sums are coded as they are and divided at the end; else their means are coded
 
     @abstractmethod

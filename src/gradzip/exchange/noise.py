@@ -24,6 +24,7 @@ from .program import Hop
 
 class NoiseMessages(MessageCodec):
     known_size = False
+    uses_shapes = True
     codes_sums = True
 
     def __init__(self, codec: Noise) -> None:
