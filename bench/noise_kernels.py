@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradzip.engines import noise_layout as layout
-from gradzip.engines.cuda import noise, noise_message
+from gradzip.engines.cuda import launch, noise, noise_message
 from gradzip.engines.cuda.noise import Decoder, Encoder, Geometry, Measurer
 from gradzip.engines.cuda.noise_message import Layout, NoiseMessage
 from gradzip.exchange.parts import Table
@@ -177,11 +177,11 @@ def message(values: int) -> None:
 def variants(values: int) -> None:
     """Registers against groups at once."""
     for least in (4, 6, 8, 10):
-        noise._load.cache_clear()
+        launch.load_once.cache_clear()
         noise._FEW_ENCODERS = least
         codec = Codec(values, 0.01)
         codec.verify()
-        resident = noise._load(codec.encoder._calls[0]._on, "noise_encode<Float32>", noise.ENCODERS)
+        resident = codec.encoder._calls[0].resident
         took = gpu_time(partial(codec.encoder._calls[0], 3))
         print(f"encode, at least {least} groups a multiprocessor: {took * 1e6:.1f} us, {resident / 132:.1f} at once")
 

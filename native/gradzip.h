@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 6
+#define GZ_VERSION 7
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -200,6 +200,29 @@ typedef struct {
 // only n, shape, start, key and offset count. Returns 0, or an error and in *failed the number of the term at fault.
 GZ_API int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const gz_noise_id* expected,
                                gz_noise_frame* frame, uint32_t step, uint32_t digest, uint64_t* failed);
+
+// --- Block-scaled codes (docs/format.md), of int8, int4 and fp8 ---
+
+// Values of one tensor that lie in a frame one behind the other.
+typedef struct {
+    const float* values;  // a rank's own; NULL where they are not used
+    float* out;           // where decoded values go
+    uint64_t n;
+    uint64_t start;       // index of the first value in its tensor
+    uint64_t key;         // of the draws
+    uint64_t signs;       // key of the signs of a Hadamard transform
+    uint64_t scale_at;    // number of its first scale in the frame
+    uint64_t code_at;     // byte of its first code
+    uint32_t offset;      // added to the draws
+    uint32_t padding;
+} gz_scaled_part;
+
+// Codes all parts: their own values if term_count is 0, else the sum of the terms in their order, divided by `divisor`.
+// A term is a frame of `size` bytes, or NULL for the own values. The result goes into the frame `out`, or, if that is
+// NULL, into the parts' `out`. kind: 0 int8, 1 int4, 2 fp8. Returns 0.
+GZ_API int64_t gz_scaled_code(int32_t kind, int32_t block, int32_t hadamard, const gz_scaled_part* parts, uint64_t count,
+                              const uint8_t* const* terms, uint64_t term_count, uint32_t divisor, uint8_t* out,
+                              uint64_t size, int32_t threads);
 
 // The instruction set in use ("scalar", "avx2", "avx512"), what this processor offers (comma-separated), and a
 // way to choose one; gz_set_isa returns GZ_BAD_ARGUMENT for a name that is not offered.

@@ -2,9 +2,7 @@
 #include "noise.h"
 
 #include "body.h"
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
+#include "float_mode.h"
 
 namespace gz {
 namespace noise {
@@ -69,30 +67,6 @@ Work& work() {
     static thread_local std::unique_ptr<Work> room(new Work);
     return *room;
 }
-
-// Rounds to nearest and keeps subnormals while it lives, whatever the caller has set.
-class FloatMode {
-#if defined(__SSE2__)
-    unsigned before_ = _mm_getcsr();
-
-   public:
-    FloatMode() { _mm_setcsr(0x1f80); }
-    ~FloatMode() { _mm_setcsr(before_); }
-#elif defined(__aarch64__)
-    uint64_t before_;
-
-   public:
-    FloatMode() {
-        __asm__ volatile("mrs %0, fpcr" : "=r"(before_));
-        __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
-    }
-    ~FloatMode() { __asm__ volatile("msr fpcr, %0" : : "r"(before_)); }
-#else
-   public:
-    FloatMode() {}
-    ~FloatMode() {}
-#endif
-};
 
 float as_float(uint32_t bits) {
     float value;

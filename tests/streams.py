@@ -6,7 +6,7 @@ import logging
 
 import emulated
 
-from gradzip.engines.cuda import noise
+from gradzip.engines.cuda import launch
 from gradzip.exchange import on_stream, slots
 
 
@@ -18,5 +18,5 @@ def install(room: float = 100.0) -> None:
     slots.FIRST_ROOM = room
     logging.getLogger("gradzip").setLevel(logging.WARNING)
     emulated.install()
-    noise._load.cache_clear()
+    launch.load_once.cache_clear()
     on_stream.reason_against = lambda group, device: None  # type: ignore[assignment]

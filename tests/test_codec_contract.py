@@ -21,6 +21,7 @@ from gradzip import Codec, Context, parse, wire
 from gradzip.codecs import BY_ID, REGISTRY
 from gradzip.errors import CodecError, Corrupt, Truncated, Unsupported
 
+SCALED = ("int8:block=32", "int8:hadamard=true", "int4:block=256", "int4:block=64,hadamard=true", "fp8:block=256")
 # Beside every codec as it is by default: settings that take other ways through the code.
 VARIANTS = [
     *("gcomp:mode=lossless", "gcomp:mode=lossless,book=shared", "gcomp:mode=lossless,limit=2"),
@@ -35,12 +36,15 @@ VARIANTS = [
     *("randomblock:ratio=0.3,unbiased=true", "threshold:value=1e-05", "threshold:value=1", "dgc:ratio=0.3,clip=0.001"),
     *("qsgd:bits=2", "qsgd:bits=3,bucket=100", "qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "natural:bits=3"),
     *("noise:share=0.0001", "noise:share=0.3"),
+    *SCALED,
 ]
-# Multiplying by one over a chance, by a norm that itself shrinks or by a level that grows with the noise, or cutting
-# at what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a mean, anew.
+# Multiplying by one over a chance, by a norm or scale that itself shrinks or by a level that grows with the noise, or
+# cutting at what was cut before changes a tensor again; and a type of 16 bits rounds the multiples of a step, or a
+# mean, anew.
 NOT_TWICE = {
     *("randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.3,unbiased=true", "dgc:ratio=0.3,clip=0.001"),
     *("qsgd:bits=4,norm=l2", "terngrad:clip=2.5", "noise", "noise:share=0.0001", "noise:share=0.3"),
+    *("int8", "int4", "fp8", *SCALED),
 }
 NOT_TWICE_IN_HALVES = {"qsgd"}
 FRAMED = [name for name, cls in REGISTRY.items() if cls.rounds == 1 and cls.__module__.startswith("gradzip.")]

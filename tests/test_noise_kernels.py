@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         pytest.skip("emulating a GPU needs g++")
     if request.param == "cpu":
         emulated.install()
-    noise._load.cache_clear()
+    launch.load_once.cache_clear()
     yield torch.device(request.param)
     launch.emulator = None
 

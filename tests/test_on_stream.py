@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 SIZES = [3, 3000, 1, 700, 9001]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
 STEPS = (5, 6)
+SCALED = ["int8", "int4", "fp8", "int4:block=128,hadamard=true"]
 
 
 class GivenShapes(SecondMoments):
@@ -114,7 +115,7 @@ def compare(rank: int, codec: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("codec", ["noise", "cast", "cast:to=fp16", "identity"])
+@pytest.mark.parametrize("codec", ["noise", "cast", "cast:to=fp16", "identity", *SCALED])
 def test_runner_gives_the_bits_of_the_interpreter_whatever_the_buckets(world: int, codec: str) -> None:
     for found in run_ranks(world, compare, codec):
         assert all(found.values()), found

@@ -23,7 +23,7 @@ from .errors import Corrupt, Truncated, Unsupported
 
 MAGIC = b"GZ"
 VERSION = 1  # kept for ever: what it may hold is in docs/format.md, and in tests/golden/v1
-UNSETTLED = frozenset({17})  # codecs whose frames may still change: they carry version 0 and are not kept
+UNSETTLED = frozenset({17, 18, 19, 20})  # codecs whose frames may still change: they carry version 0 and are not kept
 HEADER_BYTES = 24
 CHECKSUM_BYTES = 8
 FLAG_CHECKSUM = 1

@@ -1,6 +1,6 @@
 """What is kept of a tensor: one interface, one registry."""
 
-from . import baseline, dgc, gcomp, lowrank, noise, quantized, sparse
+from . import baseline, dgc, gcomp, lowrank, noise, quantized, scaled, sparse
 from .base import BY_ID, REGISTRY, Codec, Context, parse, register
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "parse",
     "quantized",
     "register",
+    "scaled",
     "sparse",
 ]

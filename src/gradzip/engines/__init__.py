@@ -44,6 +44,12 @@ def noise(device: torch.device | str) -> ModuleType:
     return importlib.import_module(".cuda.noise" if name == "cuda" else f".{name}_noise", __name__)
 
 
+def scaled(device: torch.device | str) -> ModuleType:
+    """The engine of block-scaled codes (`int8`, `int4`, `fp8`) for tensors on `device`."""
+    name = pick(device).NAME
+    return importlib.import_module(".cuda.scaled" if name == "cuda" else f".{name}_scaled", __name__)
+
+
 def pick(device: torch.device | str) -> ModuleType:
     """The engine for tensors on `device`."""
     kind = torch.device(device).type

@@ -61,6 +61,18 @@ class Values:
         return self._views[key]
 
 
+def in_float32(values: Values, fill: bool = True) -> Values:
+    """The values, or a copy of those of 16 bits, which stays for the next step."""
+    if all(tensor.dtype == torch.float32 for tensor in values.tensors):
+        return values
+    if "float32" not in values.kept:
+        values.kept["float32"] = Values([torch.empty(tensor.numel()) for tensor in values.tensors])
+    wide: Values = values.kept["float32"]
+    if fill:
+        torch._foreach_copy_(list(wide.tensors), list(values.tensors))
+    return wide
+
+
 class Coder(ABC):
     """Codes one message of one step on one rank."""
 
@@ -115,6 +127,7 @@ class MessageCodec(ABC):
 
     text: str
     known_size: ClassVar[bool]  # a frame's size follows from its table
+    uses_shapes: ClassVar[bool] = False  # has a use for Message.shapes
     codes_sums: ClassVar[bool] = False  # sums are coded as they are and divided at the end; else their means are coded
 
     @abstractmethod

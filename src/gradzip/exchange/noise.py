@@ -17,13 +17,14 @@ from .. import engines, wire
 from ..codecs.noise import Noise
 from ..engines import noise_layout
 from ..engines.noise_layout import HEAD_BYTES, PackedParts, Slot
-from .coding import Coder, Frames, Message, MessageCodec, Noisy, Values
+from .coding import Coder, Frames, Message, MessageCodec, Noisy, Values, in_float32
 from .parts import Table
 from .program import Hop
 
 
 class NoiseMessages(MessageCodec):
     known_size = False
+    uses_shapes = True
     codes_sums = True
 
     def __init__(self, codec: Noise) -> None:
@@ -60,7 +61,7 @@ class _NoiseCoder(Coder):
         return np.array([noise_layout.key_of(seed, step, name, hop, 0) for name in self.message.names], np.uint64)
 
     def measure(self, values: Values) -> None:
-        self._own = _in_float32(values)
+        self._own = in_float32(values)
         if "whole" not in values.kept:
             values.kept["whole"] = Table.of(self.message.names, [tensor.numel() for tensor in values.tensors], [1])
         self._whole = values.kept["whole"]
@@ -84,7 +85,7 @@ class _NoiseCoder(Coder):
         (frame,) = frames
         assert frame is not None
         targets = out.parts(table, owner)
-        wide = _in_float32(out, fill=False)
+        wide = in_float32(out, fill=False)
         self._engine.decode_frame(frame, self._parts(wide, table, owner, "mean"), self._step, 0, divisor=by)
         if wide is not out and targets:
             torch._foreach_copy_(targets, wide.parts(table, owner))
@@ -113,7 +114,7 @@ class _NoiseCoder(Coder):
         """The variance of a sum is a third of its level squared: half of that from own gradients, half from the sum."""
         noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
         # the engine's sum of squares takes a twentieth of the time of torch's norm in float64
-        found = self._engine.measure(self._parts(_in_float32(values), self._whole, 0, "whole"))
+        found = self._engine.measure(self._parts(in_float32(values), self._whole, 0, "whole"))
         squares = float(found.squares.sum()) if found.finite.all() else math.nan
         return Noisy(noise, squares, self._share, self._coarser)
 
@@ -145,15 +146,3 @@ class _NoiseCoder(Coder):
             values.kept[key] = PackedParts(values.parts(table, owner), columns.tensor, columns.start)
         packed: PackedParts = values.kept[key]
         return packed.fill(self._keys["sum" if what == "sum" else "own"], offset, levels, self.message.shapes)
-
-
-def _in_float32(values: Values, fill: bool = True) -> Values:
-    """The values, or a copy of those of 16 bits, which stays for the next step."""
-    if all(tensor.dtype == torch.float32 for tensor in values.tensors):
-        return values
-    if "float32" not in values.kept:
-        values.kept["float32"] = Values([torch.empty(tensor.numel()) for tensor in values.tensors])
-    wide: Values = values.kept["float32"]
-    if fill:
-        torch._foreach_copy_(list(wide.tensors), list(values.tensors))
-    return wide

@@ -112,12 +112,13 @@ class _Sent:
     def report(self) -> None:
         """Takes note of what came of the message, when the last chunk is through."""
         outcome = self.outcome
-        outcome.collectives, outcome.values = 1, sum(self.prepared.program.sizes)
+        outcome.collectives = 1
         noisy = self.coder.noisy(self.values) if self.coder is not None else None
         outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
         if noisy is not None:
             outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
             outcome.allowed = noisy.share * noisy.squares
+            outcome.values = sum(self.prepared.program.sizes)
 
     def end(self, error: BaseException | None = None) -> None:
         """A chunk is through, or has failed; tells whoever waits for the message, once."""

@@ -428,7 +428,7 @@ class Handle:
         plain = self._scheme.plain and not self._memory.residuals
         learns = self._learns
         rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if self._scheme.whole and self._shapes.renew():
+        if self._scheme.shaped and self._shapes.renew():
             self._shapes_version = object()
         begun = Backward(
             self._steps,
@@ -454,7 +454,7 @@ class Handle:
         )
         joined = self._has_joined()
         begun.compare(joined, self._warn)
-        if self._scheme.whole:
+        if self._scheme.shaped:
             begun.compare_shapes(joined, self._joins(), self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
@@ -470,7 +470,7 @@ class Handle:
         runner = self._start_stream()
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
-        use_shapes = self._scheme.whole and not self._joins()  # other codecs than noise have no use for them
+        use_shapes = self._scheme.shaped and not self._joins()
         self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
@@ -626,6 +626,7 @@ class _Scheme:
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
         self.whole = any(way.whole is not None for way in ways.values())
+        self.shaped = any(way.whole is not None and way.whole.uses_shapes for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
         sharing = [way.codec for way in ways.values() if shares_book(way.codec)]

@@ -35,8 +35,8 @@ def choose(ways: Mapping[str, Way], device: torch.device, group: dist.ProcessGro
         return HOST
     if reason is None and other is not None:
         reason = (
-            f"other gradients of the model have {other.kind}, and on a GPU the two cannot be mixed: use noise, cast "
-            "and identity for all of them"
+            f"other gradients of the model have {other.kind}, and on a GPU the two cannot be mixed: use noise, "
+            "int8, int4, fp8, cast and identity for all of them"
         )
     elif reason is None:
         reason = "the policy looks at averaged gradients, which stay on the GPU: use one that does not, such as Fixed"

@@ -41,6 +41,7 @@ _ARGS = struct.Struct("<8Q13i3I")
 _LAUNCH, _LAUNCH_AT = struct.Struct("<2I"), 8 * 8 + 13 * 4  # the fields of Args that change with every small launch
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
 _TENSOR = struct.Struct("<9Q3i3I")
+_STEP = struct.Struct("<I")
 ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
@@ -466,3 +467,38 @@ def run_ordered(
     _take_tickets(space, True, groups, on.bind(kernel, arguments, groups, SMALL_THREADS, stream))
     (found,), _ = wait.for_sizes(on, stream, space, 1)
     return found
+
+
+# --- Kernels that take a step's number ---------------------------------------------------------------------------
+
+
+class StepCall:
+    """A kernel with its arguments, launched any number of times on the current stream."""
+
+    def __init__(
+        self, device: torch.device, kernel: str, groups: int, threads: int, packed: bytes, step_at: int, least: int = 1
+    ) -> None:
+        """`packed`: the kernel's structure, in which the step's number is the u32 at byte `step_at`."""
+        self._on = launcher(device)
+        self._kernel, self._threads, self._groups, self._step_at = kernel, threads, groups, step_at
+        self.resident = load_once(self._on, kernel, threads, least)
+        self._arguments = ctypes.create_string_buffer(packed, ARGS_BYTES)
+        self._bound: dict[int, Callable[[], None]] = {}
+
+    def __call__(self, step: int) -> None:
+        if self._groups == 0:
+            return
+        stream = self._on.stream()
+        start = self._bound.get(stream)
+        if start is None:
+            start = self._bound[stream] = self._on.bind(
+                self._kernel, self._arguments, self._groups, self._threads, stream
+            )
+        _STEP.pack_into(self._arguments, self._step_at, step & 0xFFFFFFFF)
+        start()
+
+
+@cache
+def load_once(on: Launcher, kernel: str, threads: int, least: int) -> int:
+    """How many groups run at once of a kernel without dynamic shared memory."""
+    return on.load(kernel, threads, 0, least)

@@ -7,9 +7,8 @@ here code single bodies, as reference_noise does, and wait for the GPU.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -21,8 +20,7 @@ from ...errors import Corrupt, Unsupported
 from .. import noise_layout as layout
 from ..noise_layout import BLOCK, ESCAPE, HEAD_BYTES, MOST_NOTCH, NOTCHES, Part, Statistics
 from ..noise_tables import LENGTHS, REACHES, THRESHOLDS
-from . import launch
-from .launch import Launcher
+from .launch import StepCall
 
 NAME = "cuda"
 STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
@@ -93,7 +91,7 @@ def addressed(names: Sequence[str], tensors: Sequence[torch.Tensor], numbers: Ar
 
 
 _ARGS = struct.Struct("<20Qd8I2f")
-_STEP, _STEP_AT = struct.Struct("<I"), 20 * 8 + 8
+_STEP_AT = 20 * 8 + 8
 
 
 def times_of(divisor: int) -> float:
@@ -133,8 +131,8 @@ def tables(device: torch.device) -> torch.Tensor:
 # --- Launches ---------------------------------------------------------------------------------------------------------
 
 
-class Call:
-    """A kernel with its arguments, launched any number of times on the current stream."""
+class Call(StepCall):
+    """A kernel of this codec with its arguments."""
 
     def __init__(
         self,
@@ -145,29 +143,9 @@ class Call:
         arguments: Arguments,
         persistent: bool = False,
     ) -> None:
-        self._on = launch.launcher(device)
-        self._kernel, self._threads = kernel, threads
-        resident = _load(self._on, kernel, threads)
-        self._groups = min(groups, resident) if persistent else groups
-        self._arguments = ctypes.create_string_buffer(_ARGS.pack(*arguments), launch.ARGS_BYTES)
-        self._bound: dict[int, Callable[[], None]] = {}
-
-    def __call__(self, step: int) -> None:
-        if self._groups == 0:
-            return
-        stream = self._on.stream()
-        start = self._bound.get(stream)
-        if start is None:
-            start = self._bound[stream] = self._on.bind(
-                self._kernel, self._arguments, self._groups, self._threads, stream
-            )
-        _STEP.pack_into(self._arguments, _STEP_AT, step & 0xFFFFFFFF)
-        start()
-
-
-@cache
-def _load(on: Launcher, kernel: str, threads: int) -> int:
-    return on.load(kernel, threads, 0, _FEW_ENCODERS if kernel.startswith("noise_encode") else 1)
+        least = _FEW_ENCODERS if kernel.startswith("noise_encode") else 1
+        super().__init__(device, kernel, groups, threads, _ARGS.pack(*arguments), _STEP_AT, least)
+        self._groups = min(groups, self.resident) if persistent else groups
 
 
 def float_name(dtype: torch.dtype) -> str:
