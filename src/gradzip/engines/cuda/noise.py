@@ -27,7 +27,7 @@ from .launch import Launcher
 NAME = "cuda"
 STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
 ENCODERS, OPENERS, MEASURERS, DECODERS = 128, 256, 128, 32  # threads of a group
-_FEW_ENCODERS = 6  # groups per multiprocessor that registers must suffice for
+_FEW_ENCODERS = 10  # groups per multiprocessor that registers must suffice for
 _CANDIDATES = len(NOTCHES)
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
@@ -201,10 +201,10 @@ class Measurer:
         )
         arguments = addressed(("tensors", "tiles", "squares", "marks"), self._kept, numbers)
         kernel = f"noise_measure<{float_name(tensors[0].dtype)}>"
-        self._call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
+        self.call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
 
     def run(self, step: int = 0) -> None:
-        self._call(step)
+        self.call(step)
 
 
 class Shaper:
@@ -322,14 +322,14 @@ class Encoder:
             ),
         )  # fmt: skip
         kind = float_name(dtype)
-        self._calls = [
+        self.calls = [
             Call(device, f"noise_encode<{kind}>", count, ENCODERS, arguments),
             Call(device, f"noise_coarsen<{kind}>", count, ENCODERS, arguments, persistent=True),
-            Call(device, f"noise_place<{kind}>", count, ENCODERS, arguments),
+            Call(device, f"noise_place<{kind}>", -(-count // 4), ENCODERS, arguments),
         ]
 
     def run(self, step: int) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call(step)
 
 
@@ -346,7 +346,9 @@ class Decoder:
         digest: int,
         divisor: int,
         status: torch.Tensor,
+        squares: torch.Tensor | None = None,
     ) -> None:
+        """`squares` gets the sum of squares of each block's values; float64."""
         count, frames = len(geometry.blocks), len(geometry.frames)
         self._kept = [
             to_device(np.append(parts, np.zeros(1, PART)), device), to_device(geometry.frames, device),
@@ -354,19 +356,45 @@ class Decoder:
             torch.empty(count, dtype=torch.int64, device=device),
             torch.zeros(frames, dtype=torch.int32, device=device), status,
         ]  # fmt: skip
-        names = ("parts", "frames", "blocks", "tables", "offsets", "verdicts", "status")
+        if squares is not None:
+            self._kept.append(squares)
+        names = ("parts", "frames", "blocks", "tables", "offsets", "verdicts", "status", "squares")
         numbers = Arguments(
             digest=digest, prefix=prefix, all_blocks=count, divisor=float(divisor), times=times_of(divisor)
         )
         arguments = addressed(names, self._kept, numbers)
-        self._calls = [
+        self.calls = [
             Call(device, "noise_open", frames, OPENERS, arguments),
             Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 2), DECODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call(step)
+
+
+class Stage:
+    """Calls that are launched one behind the other, with one look at the stream and little Python."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = [call for call in calls if call._groups]
+        self._on = self._calls[0]._on if self._calls else None
+        self._starts: dict[int, list[Callable[[], None]]] = {}  # by stream
+
+    def __call__(self, step: int) -> None:
+        if self._on is None:
+            return
+        stream = self._on.stream()
+        starts = self._starts.get(stream)
+        if starts is None:
+            starts = self._starts[stream] = [
+                call._on.bind(call._kernel, call._arguments, call._groups, call._threads, stream)
+                for call in self._calls
+            ]
+        for call in self._calls:
+            _STEP.pack_into(call._arguments, _STEP_AT, step & 0xFFFFFFFF)
+        for start in starts:
+            start()
 
 
 # --- Single bodies ----------------------------------------------------------------------------------------------------
