@@ -138,8 +138,8 @@ def report(values: int, share: float, dtype: torch.dtype = torch.float32) -> Non
     print(f"{size / 2**20:7.0f} MiB {kind} share {share:g}: {bits:.3f} bits")
     for name, took in ("encode", encode), ("decode", decode):
         print(f"            {name:16s} {took * 1e6:8.1f} us {size / took / 1e9:6.0f} GB/s")
-    calls = [("measure", codec.measurer.run), *zip(("encode", "coarsen", "place"), codec.encoder._calls)]
-    for name, call in [*calls, *zip(("open", "decode"), codec.decoder._calls)]:
+    calls = [("measure", codec.measurer.run), *zip(("encode", "coarsen", "place"), codec.encoder.calls)]
+    for name, call in [*calls, *zip(("open", "decode"), codec.decoder.calls)]:
         print(f"              {name:14s} {gpu_time(partial(call, 3)) * 1e6:8.1f} us")
     host = host_time(codec.encode), host_time(codec.decode)
     print(f"            host: encode {host[0] * 1e6:.0f} us, decode {host[1] * 1e6:.0f} us", flush=True)
@@ -181,8 +181,8 @@ def variants(values: int) -> None:
         noise._FEW_ENCODERS = least
         codec = Codec(values, 0.01)
         codec.verify()
-        resident = codec.encoder._calls[0].resident
-        took = gpu_time(partial(codec.encoder._calls[0], 3))
+        resident = codec.encoder.calls[0].resident
+        took = gpu_time(partial(codec.encoder.calls[0], 3))
         print(f"encode, at least {least} groups a multiprocessor: {took * 1e6:.1f} us, {resident / 132:.1f} at once")
 
 

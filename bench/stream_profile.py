@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
-from gradzip.engines.cuda import noise
+from gradzip.engines.cuda import launch, noise_row
 from gradzip.exchange import checks, on_device, on_stream
 from gradzip.hooks import buckets, handle
 from gradzip.sensitivity.shape import SecondMoments
@@ -116,19 +116,18 @@ def instrument(profile: Profile) -> None:
     profile.wrap(SecondMoments, "renew", "shapes.renew", mark=True)
     profile.wrap(SecondMoments, "total", "shapes.total")
     profile.wrap(checks.Checks, "send", "checks.send")
-    profile.wrap(dist, "all_to_all_single", "all_to_all")
+    profile.wrap(on_stream, "all_to_all")
     profile.wrap(on_stream, "all_gather")
-    profile.wrap(dist, "all_reduce", "all_reduce")
-    profile.wrap(noise.Call, "__call__", "kernel launch")
+    profile.wrap(dist.Work, "wait", "work.wait")
+    profile.wrap(launch.Stage, "__call__", "kernel launches")
+    profile.wrap(noise_row.RowCall, "__call__", "row launch")
     for kind in (on_device.RawMessage, on_device.NoisyMessage):
         for name in ("encode", "reduce", "decode"):
             profile.wrap(kind, name, f"message.{name}", mark=True)
     profile.wrap(on_device.DeviceMessage, "norm", "message.norm", mark=True)
-    profile.wrap(on_device.NoisyMessage, "frames", "message.frames")
     if torch.cuda.is_available():
         profile.wrap(torch.cuda.Stream, "wait_stream", "wait_stream")
-        profile.wrap(torch.cuda.StreamContext, "__enter__", "stream enter/exit")
-        profile.wrap(torch.cuda.StreamContext, "__exit__", "stream enter/exit")
+        profile.wrap(torch.cuda, "set_stream", "set_stream")
     profile.wrap(torch.futures.Future, "__init__", "Future()")
     profile.wrap(torch.futures.Future, "set_result", "Future.set_result")
 
@@ -188,7 +187,8 @@ def primitives(device: torch.device) -> str:
         "with stream": enter,
         "Future(devices), set_result": lambda: torch.futures.Future(devices=[device]).set_result(small),
         "all_to_all, wait": lambda: dist.all_to_all_single(received, sent, async_op=True).wait(),
-        "all_gather, wait": lambda: on_stream.all_gather(received, sent[:1024], async_op=True).wait(),
+        "all_to_all of the group, wait": lambda: on_stream.all_to_all(received, sent, dist.group.WORLD).wait(),
+        "all_gather of the group, wait": lambda: on_stream.all_gather(received, sent[:1024], dist.group.WORLD).wait(),
         "all_to_all on the current stream": lambda: dist.all_to_all_single(received, sent),
     }
     found = []

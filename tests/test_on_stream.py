@@ -24,7 +24,7 @@ from gradzip import Fixed, GradzipWarning, PeerError, Rules, Unsupported
 from gradzip.codecs import parse
 from gradzip.collectives.topology import Topology
 from gradzip.engines.noise_layout import Shapes
-from gradzip.exchange import on_stream
+from gradzip.exchange import on_device, on_stream
 from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
@@ -136,8 +136,8 @@ def test_a_row_tells_what_the_host_runner_tells() -> None:
     shapes = GivenShapes().of(NAMES)
     for found in run_ranks(3, counted):
         outcome, squares = found["row"].outcome, sum(float(m.double().square().sum()) for m in found["means"])
-        assert outcome.squares == pytest.approx(squares, rel=1e-9)
-        assert outcome.allowed == pytest.approx(0.01 * squares, rel=1e-9)
+        assert outcome.squares == pytest.approx(squares, rel=1e-6)  # eight values at a time in float32
+        assert outcome.allowed == pytest.approx(0.01 * squares, rel=1e-6)
         assert outcome.noise == pytest.approx(expected_noise(of_ranks(3, 5, torch.float32), shapes), rel=1e-5)
         assert (outcome.values, outcome.coarser, outcome.finite) == (sum(SIZES), 0, True)
         assert outcome.bytes_sent == found["bytes"]
@@ -280,21 +280,21 @@ def corrupted(rank: int, how: str) -> dict[str, Any]:
     streams.install()
     task = Task(optimizer="AdamW", bucket_mb=25)
     out: dict[str, Any] = {"good": [], "said": "", "at": -1}
-    exchange = dist.all_to_all_single
+    exchange = on_stream.all_to_all
     try:
         for number in range(12):
             if number == 7 and rank == 1 and how == "moments":
                 task.optimizer.state[next(task.model.parameters())]["exp_avg_sq"].view(-1)[:100] *= 2.0**-20
             if number == 7 and rank == 1 and how == "frame":
 
-                def damage(out: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+                def damage(out: torch.Tensor, sent: torch.Tensor, group: Any) -> Any:
                     sent.view(2, -1)[0, 26] ^= 0xFF  # in the head of the frame for rank 0
-                    return exchange(out, sent, **options)
+                    return exchange(out, sent, group)
 
-                dist.all_to_all_single = damage
+                on_stream.all_to_all = damage
             out["at"] = number
             task.step(number)
-            dist.all_to_all_single = exchange
+            on_stream.all_to_all = exchange
             if number == 7:
                 out["finite"] = bool(task.gradients().isfinite().all())
     except RuntimeError as error:
@@ -332,9 +332,9 @@ def saved_too_late(rank: int) -> str:
     if rank == 0:
         exchange = on_stream.all_gather
 
-        def damage(out: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
+        def damage(out: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
             own[26] ^= 0xFF
-            return exchange(out, own, **options)
+            return exchange(out, own, group)
 
         on_stream.all_gather = damage
     task.step(2)
@@ -452,7 +452,7 @@ def read_before_given(rank: int) -> list[bool]:
             torch.futures.Future = future  # type: ignore[misc]
 
     on_stream.DeviceMessage.norm, StreamRunner.take = seen, taken  # type: ignore[method-assign]
-    Task(gradient_as_bucket_view=True).train(0, 2)
+    Task(Fixed("cast"), gradient_as_bucket_view=True).train(0, 2)
     return early
 
 
@@ -495,8 +495,8 @@ def results_compared(rank: int) -> str:
     task.train(0, 3)
     task.handle.stats()
     if rank:
-        kept = on_stream.DeviceMessage.norm
-        on_stream.DeviceMessage.norm = lambda self: (self._buffer.view(-1)[:1].add_(1.0), kept(self))[1]  # type: ignore[assignment]
+        kept = on_device.NoisyMessage.decode
+        on_device.NoisyMessage.decode = lambda self, step: (kept(self, step), self._buffer.view(-1)[:1].add_(1.0))[0]  # type: ignore[method-assign, func-returns-value]
     task.step(3)
     try:
         task.handle.state_dict()

@@ -106,18 +106,18 @@ def test_means_are_those_of_the_interpreter_and_replicas_identical(policy: str) 
 
 
 def damaged(rank: int) -> str:
-    task, exchange = Trained("noise", 25), dist.all_to_all_single
+    task, exchange = Trained("noise", 25), on_stream.all_to_all
 
-    def damage(out: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+    def damage(out: torch.Tensor, sent: torch.Tensor, group: Any) -> Any:
         sent.view(2, -1)[0, 26] ^= 0xFF  # in the head of the frame for rank 0
-        return exchange(out, sent, **options)
+        return exchange(out, sent, group)
 
     try:
         for number in range(6):
             if number == 2 and rank == 1:
-                dist.all_to_all_single = damage
+                on_stream.all_to_all = damage
             task.backward(number)
-            dist.all_to_all_single = exchange
+            on_stream.all_to_all = exchange
     except RuntimeError as error:
         return f"{number}: {error}"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conftest import generator
 from gradzip.engines import noise_layout as layout
 from gradzip.engines import reference_noise
 from gradzip.engines.noise_layout import Part
-from gradzip.exchange.slots import OWN, ROOM, SUM, Slots, aligned, gaussian_bits, is_due
+from gradzip.exchange.slots import OWN, ROOM, SUM, Largest, Slots, aligned, gaussian_bits, is_due
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
@@ -38,7 +39,7 @@ def test_slots_follow_the_largest_frame_of_the_last_steps() -> None:
     for step in range(600):
         if mine.begin():
             changes.append(step)
-        mine.note({OWN: 50_000 - 10 * step, SUM: 55_000})
+        mine.note({OWN: Largest(50_000 - 10 * step), SUM: Largest(55_000)})
     assert changes == [8, 128, 256, 512]  # in step 32 the largest of the last 50 is still the first one
     assert mine.sizes == {OWN: aligned(ROOM * (50_000 - 10 * (512 - 50))), SUM: aligned(ROOM * 55_000)}
     assert all(size % 128 == 0 for size in mine.sizes.values())
@@ -48,7 +49,7 @@ def test_slots_never_pass_their_bound_nor_fall_below_the_head_of_a_frame() -> No
     mine = slots()
     for step in range(40):
         mine.begin()
-        mine.note({OWN: 10**9, SUM: 20})
+        mine.note({OWN: Largest(10**9), SUM: Largest(20)})
         if is_due(step):
             assert mine.sizes == {OWN: aligned(500_000), SUM: aligned(1000)}
 
@@ -57,11 +58,58 @@ def test_a_resumed_run_changes_its_slots_as_if_it_had_gone_on() -> None:
     mine = slots()
     for step in range(20):
         mine.begin()
-        mine.note({OWN: 40_000 + 100 * step, SUM: 50_000})
+        mine.note({OWN: Largest(40_000 + 100 * step), SUM: Largest(50_000)})
     other = slots()
     other.load_state_dict(copy.deepcopy(mine.state_dict()))
     for step in range(300):
         assert mine.begin() == other.begin()
         for one in (mine, other):
-            one.note({OWN: 45_000 - step, SUM: 50_000})
+            one.note({OWN: Largest(45_000 - step), SUM: Largest(50_000)})
         assert mine.sizes == other.sizes
+
+
+def test_slots_grow_at_once_by_the_notch_of_a_frame_that_was_coarser() -> None:
+    mine = slots()
+    for _ in range(9):  # now they are as tight as they get
+        mine.begin()
+        mine.note({OWN: Largest(50_000), SUM: Largest(50_000)})
+    tight = dict(mine.sizes)
+    assert tight == {OWN: aligned(ROOM * 50_000), SUM: aligned(ROOM * 50_000)}
+    mine.note({OWN: Largest(50_900, 2), SUM: Largest(50_100)})
+    assert mine.begin()
+    assert mine.sizes == {OWN: aligned(ROOM * (50_900 + 2 * 0.25 * 100_000 / 8)), SUM: tight[SUM]}
+    assert not mine.begin()
+    grown = dict(mine.sizes)
+    mine.note({OWN: Largest(50_900, 1), SUM: Largest(50_100)})  # of a step that was under way
+    assert not mine.begin(), "a coarser frame never makes a slot smaller"
+    assert mine.sizes == grown
+
+
+def test_a_slot_that_has_grown_has_room_for_the_frame_that_did_not_fit() -> None:
+    """A notch is worth a quarter of a bit: real frames, of a tensor whose values turn harder to code."""
+    x = torch.randn(40_000, generator=generator(1))
+    level = layout.level(reference_noise.statistics(x), 0.01, 4)
+    bound = layout.body_bound([x.numel()])
+    fine, _ = reference_noise.encode([Part(x, level)], torch.zeros(bound, dtype=torch.uint8))
+    mine = Slots.first(0.01, 4, least=100, values=x.numel(), bound=bound)
+    for scale in (1.2, 1.5, 2.0):
+        size, notch = reference_noise.encode([Part(x * scale, level)], torch.zeros(fine, dtype=torch.uint8))
+        whole, none = reference_noise.encode([Part(x * scale, level)], torch.zeros(bound, dtype=torch.uint8))
+        assert notch > 0
+        assert none == 0
+        mine.sizes[OWN] = fine
+        mine.note({OWN: Largest(size, notch), SUM: Largest(size)})
+        mine.begin()
+        assert whole <= mine.sizes[OWN] <= 1.12 * whole
+
+
+def test_a_resume_between_a_coarser_frame_and_the_next_step_grows_as_well() -> None:
+    mine = slots()
+    mine.begin()
+    mine.sizes[OWN] = 40_064
+    mine.note({OWN: Largest(40_000, 1), SUM: Largest(40_000)})
+    other = Slots.loaded(json.loads(json.dumps(mine.state_dict())))
+    assert mine.begin()
+    assert other.begin()
+    assert mine.sizes == other.sizes
+    assert mine.sizes[OWN] > 43_000

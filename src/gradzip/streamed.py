@@ -52,11 +52,11 @@ class StreamedBackward:
         coding = (time.perf_counter() - began) / max(len(streamed), 1)
         peers = self._channel.world - 1
         for each in streamed:
-            assert each.message is not None
-            sent = each.message.bytes_sent
-            outcome = Outcome(bytes_sent=sent, collectives=1, coding=coding)
-            outcome.bytes_out = sent * (peers - self._neighbours) // peers if peers else 0
-            self.parts.setdefault(each.kind, Outcome()).add(outcome)
+            sent, found = each.bytes_sent, self.parts.setdefault(each.kind, Outcome())
+            found.bytes_sent += sent
+            found.bytes_out += sent * (peers - self._neighbours) // peers if peers else 0
+            found.collectives += 1
+            found.coding += coding
         self.raw_bytes += buffer.nbytes
         if last:
             self._on_end(self)

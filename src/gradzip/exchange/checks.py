@@ -3,10 +3,16 @@
 Nothing waits for the host while a step is exchanged. Instead the device notes in one row of numbers whether frames were
 what the program expects, and how large they were. The largest numbers of all ranks are found by one all-reduce behind
 the last bucket; the host reads them when they have long been there. All ranks read the same and raise the same error.
+
+    row   digest, shapes, results: each with its negative, so that the largest of both tells whether ranks differ
+          the norm of each message's means
+          of each message with kernels: status of 2 W frames, largest frames and notches
+          of this rank alone, and not reduced: noise, and how many frames are coarser
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,17 +23,18 @@ import torch.distributed as dist
 
 from ..collectives.message import Outcome
 from ..engines.cuda import noise as kernels
+from ..engines.cuda.noise_row import ALIKE, OF_FRAMES, OF_RANK, Places, RowCall
 from ..errors import PeerError
-from .on_device import DeviceMessage, Frames
+from .on_device import DeviceMessage
 from .program import Program
-from .slots import OWN, SUM
+from .slots import OWN, SUM, Largest
 
-_PAIRS = ("programs", "shapes", "results")  # numbers that all ranks must have alike: each comes with its negative
-_WRONG = {
-    "programs": "run different programs: use the same model, policy and gradzip on all ranks",
-    "shapes": "have other second moments in their optimizers, so that they round to different grids",
-    "results": "have other averaged gradients: this is a bug or a hardware fault",
-}
+_WRONG = (
+    "run different programs: use the same model, policy and gradzip on all ranks",
+    "have other second moments in their optimizers, so that they round to different grids: load the same optimizer "
+    "state on all ranks",
+    "have other averaged gradients: this is a bug or a hardware fault",
+)
 _POISONED = 32
 
 
@@ -37,13 +44,63 @@ class Row(NamedTuple):
     step: int
     # The largest frames, by the digest of the message's program. Without messages whose means are all zero or not
     # finite: their frames are small, and slots that follow them would be too small for the next ones.
-    sizes: dict[str, dict[str, int]]
+    sizes: dict[str, dict[str, Largest]]
     outcome: Outcome  # of the messages that were rounded
+
+
+class _Told(NamedTuple):
+    """A message, and where its numbers are in the row. Without its buffers: the next message may need their memory."""
+
+    program: Program
+    share: float
+    bytes_sent: int
+    has_frames: bool  # that can be wrong
+    places: Places
+
+
+class _Layout:
+    """The row of a step's messages, in device memory."""
+
+    def __init__(self, messages: Sequence[DeviceMessage], world: int, device: torch.device) -> None:
+        self._messages = [weakref.ref(message) for message in messages]
+        checked = [message.kernels for message in messages if message.kernels is not None]
+        per_message, first = 2 * world + OF_FRAMES, 2 * ALIKE + len(messages)
+        reduced = first + per_message * len(checked)
+        self.told: list[_Told] = []
+        before = 0
+        for number, message in enumerate(messages):
+            places = Places(2 * ALIKE + number, first + per_message * before, reduced + OF_RANK * before)
+            has_frames = message.kernels is not None
+            self.told.append(_Told(message.program, message.share, message.bytes_sent, has_frames, places))
+            before += has_frames
+        self.row = torch.zeros(reduced + OF_RANK * len(checked), dtype=torch.int64, device=device)
+        self.reduced = self.row[:reduced]
+        self._alike, self._norms = self.row[: 2 * ALIKE].view(-1, 2), self.row[2 * ALIKE : first].view(torch.float64)
+        others = [number for number, each in enumerate(self.told) if not each.has_frames]
+        self._others = torch.tensor(others, device=device)
+        self._call = RowCall(self.row, checked, [t.places for t in self.told if t.has_frames]) if checked else None
+
+    def is_of(self, messages: Sequence[DeviceMessage]) -> bool:
+        return len(messages) == len(self._messages) and all(a() is b for a, b in zip(self._messages, messages))
+
+    def fill(
+        self, digest: int, norms: Sequence[torch.Tensor], shapes: torch.Tensor | None, results: torch.Tensor | None
+    ) -> None:
+        """`norms` are those of the messages without kernels."""
+        if self._call is not None:
+            self._call(digest, shapes, results)
+        else:
+            for number, found in enumerate((digest, shapes, results)):
+                if found is not None:
+                    self._alike[number, 0] = found
+            torch.neg(self._alike[:, 0], out=self._alike[:, 1])
+        if norms:  # a number that is not finite has the largest bits, as an integer
+            self._norms.index_copy_(0, self._others, torch.stack(list(norms)).abs_())
 
 
 class _Sent(NamedTuple):
     step: int
-    messages: list[tuple[Program, Frames | None]]
+    layout: _Layout
     numbers: torch.Tensor  # in pinned memory
     copied: Any  # an event
 
@@ -54,8 +111,10 @@ class Checks:
         self._world = dist.get_world_size(group)
         self._module = torch.get_device_module(device)
         self._sent: deque[_Sent] = deque()
-        self._free: list[torch.Tensor] = []  # pinned memory
-        self._digest: tuple[int, torch.Tensor] = 0, torch.zeros(2, dtype=torch.int64, device=device)
+        self._free: list[tuple[torch.Tensor, Any]] = []  # pinned memory, and events
+        self._layout: _Layout | None = None
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp, self._options.asyncOp = dist.ReduceOp(dist.ReduceOp.MAX), True
 
     def send(
         self,
@@ -66,27 +125,16 @@ class Checks:
         shapes: torch.Tensor | None,
         results: torch.Tensor | None,
     ) -> None:
-        """Enqueues the row of a step on the current stream."""
-        if self._digest[0] != digest:
-            self._digest = digest, torch.tensor([digest, -digest], device=self._device)
-        zero = torch.zeros((), dtype=torch.int64, device=self._device)
-        pairs = [zero if number is None else number for number in (shapes, results)]
-        found = [(message.program, message.frames()) for message in messages]
-        frames = [each for _, each in found if each is not None]
-        # A number that is not finite has the largest bits, as an integer.
-        largest = [self._digest[1], torch.stack([sign for x in pairs for sign in (x, -x)])]
-        largest.append(torch.stack(list(norms)).abs_().view(torch.int64))
-        for each in frames:
-            largest += [each.status.long(), each.own_bytes, each.sum_bytes]
-        row = torch.cat(largest)
-        dist.all_reduce(row, dist.ReduceOp.MAX, group=self._group, async_op=True).wait()
-        own = [torch.stack([each.noise for each in frames]).view(torch.int64)] if frames else []
-        numbers = torch.cat([row, *own, *(notch.long() for each in frames for notch in each.notches)])
-        pinned = self._pinned(numbers.numel())
-        pinned.copy_(numbers, non_blocking=True)
-        copied = self._module.Event()
+        """Enqueues the row of a step on the current stream; `norms` are those of the messages without kernels."""
+        if self._layout is None or not self._layout.is_of(messages):
+            self._layout = _Layout(messages, self._world, self._device)
+        layout = self._layout
+        layout.fill(digest, norms, shapes, results)
+        self._group.allreduce([layout.reduced], self._options).wait()
+        pinned, copied = self._pinned(layout.row.numel())
+        pinned.copy_(layout.row, non_blocking=True)
         copied.record(self._module.current_stream())
-        self._sent.append(_Sent(step, found, pinned, copied))
+        self._sent.append(_Sent(step, layout, pinned, copied))
 
     def read(self, last: int | None = None) -> list[Row]:
         """The rows up to a step, or all. PeerError: something is wrong, and what came after it is not to be used."""
@@ -95,57 +143,55 @@ class Checks:
             sent = self._sent.popleft()
             sent.copied.synchronize()
             numbers = sent.numbers.numpy().copy()
-            self._free.append(sent.numbers)
-            rows.append(self._parsed(sent, numbers))
+            self._free.append((sent.numbers, sent.copied))
+            rows.append(self._parsed(sent.step, sent.layout, numbers))
         return rows
 
-    def _pinned(self, size: int) -> torch.Tensor:
-        self._free = [memory for memory in self._free if memory.numel() == size]
-        if self._free:
-            return self._free.pop()
-        return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+    def _pinned(self, size: int) -> tuple[torch.Tensor, Any]:
+        while self._free:
+            found = self._free.pop()
+            if found[0].numel() == size:
+                return found
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda"), self._module.Event()
 
-    def _parsed(self, sent: _Sent, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
-        world, frames = self._world, [each for each in sent.messages if each[1] is not None]
-        pairs, rest = numbers[: 2 * len(_PAIRS)].reshape(-1, 2), numbers[2 * len(_PAIRS) :]
-        norms, rest = rest[: len(sent.messages)].view(np.float64), rest[len(sent.messages) :]
-        of_frames, rest = (
-            rest[: 3 * world * len(frames)].reshape(len(frames), 3 * world),
-            rest[3 * world * len(frames) :],
-        )
-        noise, notches = rest[: len(frames)].view(np.float64), rest[len(frames) :]
-        for what, (most, least) in zip(_PAIRS, pairs.tolist()):
-            if most != -least:
-                raise PeerError(f"at step {sent.step} ranks {_WRONG[what]}. {_last_good(sent.step)}")
-        sizes, outcome = {}, Outcome(finite=bool(np.isfinite(norms).all()))
-        numbered = [number for number, (_, each) in enumerate(sent.messages) if each is not None]
-        for number, row in zip(numbered, of_frames):
-            program, each = sent.messages[number]
-            assert each is not None
-            self._check(program, sent.step, row[: 2 * world])
-            if 0 < norms[number] < np.inf:
-                sizes[program.digest] = {OWN: int(row[2 * world : -1].max(initial=0)), SUM: int(row[-1])}
-            squares = float(norms[number]) ** 2
-            outcome.squares += squares
-            outcome.allowed += each.share * squares
+    def _parsed(self, step: int, layout: _Layout, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+        world, whole, real = self._world, numbers.tolist(), numbers.view(np.float64).tolist()
+        for number, text in enumerate(_WRONG):
+            if whole[2 * number] != -whole[2 * number + 1]:
+                raise PeerError(f"at step {step} ranks {text}. {_last_good(step)}")
+        norms = real[2 * ALIKE : 2 * ALIKE + len(layout.told)]
+        sizes, outcome = {}, Outcome(finite=all(norm < np.inf for norm in norms))
+        for program, share, bytes_sent, has_frames, places in layout.told:
+            if not has_frames:
+                continue
+            norm, frames = real[places.norm], whole[places.frames : places.frames + 2 * world + OF_FRAMES]
+            status, (own, own_notch, summed, sum_notch) = frames[: 2 * world], frames[2 * world :]
+            if any(status):
+                raise self._error(program, step, status)
+            if 0 < norm < np.inf:
+                sizes[program.digest] = {OWN: Largest(own, own_notch), SUM: Largest(summed, sum_notch)}
+            outcome.squares += norm**2
+            outcome.allowed += share * norm**2
             outcome.values += sum(program.sizes)
-            outcome.bytes_sent += each.bytes_sent
-        outcome.noise, outcome.coarser = float(noise.sum()), int((notches > 0).sum())
-        return Row(sent.step, sizes, outcome)
+            outcome.bytes_sent += bytes_sent
+            outcome.noise += real[places.own]
+            outcome.coarser += whole[places.own + 1]
+        return Row(step, sizes, outcome)
 
-    def _check(self, program: Program, step: int, status: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        if not status.any():
-            return
+    def _error(self, program: Program, step: int, status: Sequence[int]) -> PeerError:
         # A sum is poisoned by the frame that was wrong, so that this one comes first.
-        place = next((i for i, bits in enumerate(status) if bits & ~_POISONED), int(status.argmax()))
-        said = [text for bit, text in kernels.WRONG.items() if int(status[place]) & bit] or ["it was poisoned"]
+        place = next((i for i, bits in enumerate(status) if bits & ~_POISONED), status.index(max(status)))
+        said = [text for bit, text in kernels.WRONG.items() if status[place] & bit]
+        said = said or ["it says that a frame it was made of was wrong, or fitted its slot at no level"]
         what = "sent a frame" if place < self._world else "sent a sum"
-        raise PeerError(
-            f"at step {step} rank {place % self._world} {what} of {program.names[0]!r} and {len(program.names) - 1} "
-            f"more ({program.codec}) that is not what was expected: {', '.join(said)}. {_last_good(step)}"
+        more = f" and {len(program.names) - 1} more" if len(program.names) > 1 else ""
+        return PeerError(
+            f"at step {step} rank {place % self._world} {what} of {program.names[0]!r}{more} ({program.codec}) that is "
+            f"not what was expected: {', '.join(said)}. {_last_good(step)}"
         )
 
 
 def _last_good(step: int) -> str:
-    before = f"the last good step is {step - 1}" if step else "no step before it was good"
-    return f"Gradients since then are not to be used; {before}: go on from a checkpoint"
+    if not step:
+        return "No step before it was good: start again"
+    return f"Gradients since then are not to be used; the last good step is {step - 1}: go on from a checkpoint"

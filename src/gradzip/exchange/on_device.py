@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,20 +22,6 @@ from .parts import Table
 from .program import Program
 from .slots import OWN, SUM, Slots
 
-_NOTCH = 4  # bytes of a body before its notch
-
-
-class Frames(NamedTuple):
-    """What is known on the device of the frames of a message, for the row of checks."""
-
-    status: torch.Tensor  # of the frames that came from each rank, then of the sums; 0: as expected
-    own_bytes: torch.Tensor  # of the frames for other ranks
-    sum_bytes: torch.Tensor
-    notches: list[torch.Tensor]  # above 0: a frame is coarser than its share of noise asks for
-    noise: torch.Tensor  # the sum of squares that rounding is expected to add to the means
-    share: float  # of the means' squares that this may be
-    bytes_sent: int
-
 
 class DeviceMessage(ABC):
     """One message on this rank. `tensors` are flat and lie in `buffer`, DDP's bucket; they become their means."""
@@ -45,6 +30,10 @@ class DeviceMessage(ABC):
     received: torch.Tensor
     gathered: torch.Tensor
     sum_frame: torch.Tensor
+    # The kernels that tell the row of checks of wrong frames, sizes and noise. None: the frames hold values alone, and
+    # nothing can be wrong with them.
+    kernels: NoiseMessage | None = None
+    share = 0.0  # of the means' squares that noise may be
 
     def __init__(self, program: Program, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self.program, self.world, self.rank = program, program.world, rank
@@ -69,12 +58,8 @@ class DeviceMessage(ABC):
         """By this rank in a step, padding included."""
         return (self.world - 1) * (self.sent.numel() + self.gathered.numel()) // self.world
 
-    def frames(self) -> Frames | None:
-        """None: the frames hold values alone, and nothing can be wrong with them."""
-        return None
-
     def norm(self) -> torch.Tensor:
-        """The norm of the means, in float64."""
+        """The norm of the means, in float64. Not asked for where there are `kernels`, which have it."""
         if self._is_all:
             found: torch.Tensor = torch.linalg.vector_norm(self._buffer, dtype=torch.float64)
         else:
@@ -159,25 +144,10 @@ class NoisyMessage(DeviceMessage):
             tensors, columns.tensor, columns.start, columns.length, columns.owner, self.world, rank,
             keys[OWN], keys[SUM], list(shapes), int(program.digest, 16) & 0xFFFFFFFF,
         )  # fmt: skip
-        self._share = float(codec.codec.share)
-        self._kernels = kernels = NoiseMessage(layout, self._share, sizes[OWN], sizes[SUM])
+        self.share = float(codec.codec.share)
+        self.kernels = self._kernels = kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
-        results = kernels.own_results, kernels.sum_result
-        self._own_bytes, self._sum_bytes = (result.view(torch.int64)[::2] for result in results)
-        self._notches = [result.view(torch.int32)[2::4] for result in results]
-        self._find_levels(sizes[SUM])
-
-    def _find_levels(self, slot: int) -> None:
-        """Where the level of each tensor's sum is in what is gathered, and the notch of its frame."""
-        found: dict[int, tuple[int, int]] = {}
-        for owner in range(self.world):
-            body = owner * slot + wire.HEADER_BYTES
-            for place, part in enumerate(self.table.of_owner(owner)):
-                found.setdefault(part.tensor, ((body + noise_layout.HEAD_BYTES) // 4 + place, (body + _NOTCH) // 2))
-        device = self._buffer.device
-        self._filled = torch.tensor(list(found), device=device)
-        self._level_at, self._notch_at = torch.tensor(list(found.values()), device=device).T.contiguous()
 
     def encode(self, step: int) -> None:
         self._kernels.encode(step)
@@ -187,23 +157,6 @@ class NoisyMessage(DeviceMessage):
 
     def decode(self, step: int) -> None:
         self._kernels.decode(step)
-
-    def frames(self) -> Frames:
-        """The noise is counted as the coder of NoiseMessages does."""
-        levels = self.gathered.view(torch.float32).index_select(0, self._level_at).double()
-        notches = self.gathered.view(torch.int16).index_select(0, self._notch_at).double()
-        weights = self._kernels.weights.index_select(0, self._filled).double()
-        squares = levels.square_().mul_(torch.exp2(notches.div_(2))).mul_(weights)
-        noise = squares.sum() / (4.0**12 * 3 * self.world**2)
-        return Frames(
-            self._kernels.status,
-            self._own_bytes,
-            self._sum_bytes,
-            self._notches,
-            noise,
-            self._share,
-            self.bytes_sent,
-        )
 
 
 class StreamCodec(ABC):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from .. import saved
 from ..collectives.topology import Topology
@@ -29,16 +30,31 @@ from .checks import Checks, Row
 from .compiler import compile_route
 from .on_device import DeviceMessage, StreamCodec
 from .program import Program
-from .slots import LATE, OWN, SUM, Slots
+from .slots import LATE, OWN, SUM, Largest, Slots
 
 OLDEST_TORCH = (2, 8)
 ROUTE = NAMED["alltoall"]
 _STATE = "exchange/slots"  # key of the state
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 Future = torch.futures.Future[torch.Tensor]
-_Late = list[tuple[int, dict[str, dict[str, int]]]]  # sizes of a step, by the digest of a message's program
+_Late = list[tuple[int, dict[str, dict[str, Largest]]]]  # sizes of a step, by the digest of a message's program
 SavedSlots = tuple[dict[str, Slots], _Late]
+
+
+_Group = dist.ProcessGroup
+_scatter = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base  # their names before torch 2.13
+_gather = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
+_scatter_options, _gather_options = AllToAllOptions(), AllgatherOptions()
+_scatter_options.asyncOp = _gather_options.asyncOp = True
+
+
+# The group's own methods: the functions of torch.distributed spend some 20 us on checks.
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return _scatter(group, received, sent, [], [], _scatter_options)
+
+
+def all_gather(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    return _gather(group, gathered, own, _gather_options)
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -66,8 +82,10 @@ class StreamMessage:
     def __init__(self, kind: str, codec: StreamCodec, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self.kind, self.codec, self.names, self.tensors = kind, codec, tuple(names), tensors
         self.program: Program | None = None
-        self.version: object = None  # of what `message` was made for
+        self.version: object = None  # of the shapes that `message` was made for
+        self.slots: dict[str, int] = {}  # and the sizes of its slots
         self.message: DeviceMessage | None = None
+        self.bytes_sent = 0  # by this rank in a step
 
 
 class StreamRunner:
@@ -80,6 +98,7 @@ class StreamRunner:
         self._rank = dist.get_rank(group)
         self._module = torch.get_device_module(device)
         self._encoding, self._decoding = (_stream(device) for _ in range(2))
+        self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
         self._late: _Late = []  # largest frames that slots do not know of yet
@@ -95,8 +114,8 @@ class StreamRunner:
         """NCCL connects at first use: here, rather than in a step."""
         world = dist.get_world_size(self._group)
         small = torch.zeros(2, world, dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(small[0], small[1], group=self._group)
-        all_gather(small[0], small[1, :1], group=self._group)
+        all_to_all(small[0], small[1], self._group).wait()
+        all_gather(small[0], small[1, :1], self._group).wait()
 
     # -- a step, on the thread of backward ----------------------------------------------------------------------
 
@@ -111,9 +130,16 @@ class StreamRunner:
         self._step, self._wants_results = step, compare_results
         self._messages, self._norms, self._results = [], [], []
         self._encoding.wait_stream(self._decoding)  # the row of the last step reads what encoders write
-        self._encoding.wait_stream(self._module.current_stream(self._device))
-        with torch.no_grad(), self._module.stream(self._encoding):
-            changed = self._shapes.renew() if use_shapes else False
+        changed = False
+        if use_shapes:
+            before = self._module.current_stream(self._device)
+            self._encoding.wait_stream(before)
+            self._enter(self._encoding)
+            try:
+                with torch.no_grad():
+                    changed = self._shapes.renew()
+            finally:
+                self._enter(before)
         if changed or use_shapes != self._uses_shapes:
             self._shapes_version, self._uses_shapes = object(), use_shapes
         return rows
@@ -123,37 +149,39 @@ class StreamRunner:
         future: Future = (
             torch.futures.Future(devices=[self._device]) if self._device.type == "cuda" else torch.futures.Future()
         )
-        self._encoding.wait_stream(self._module.current_stream(self._device))
-        with torch.no_grad():
-            with self._module.stream(self._encoding):
+        step, group, enter = self._step, self._group, self._enter
+        before = self._module.current_stream(self._device)
+        self._encoding.wait_stream(before)
+        enter(self._encoding)
+        try:
+            with torch.no_grad():
                 messages = [self._message(each, buffer) for each in streamed]
                 scattered = []
                 for message in messages:
-                    message.encode(self._step)
-                    scattered.append(
-                        dist.all_to_all_single(message.received, message.sent, group=self._group, async_op=True)
-                    )
-            with self._module.stream(self._decoding):
+                    message.encode(step)
+                    scattered.append(all_to_all(message.received, message.sent, group))
+                enter(self._decoding)
                 for message, work in zip(messages, scattered):
                     work.wait()
-                    message.reduce(self._step)
-                    gathered, own = message.gathered, message.sum_frame
-                    all_gather(gathered, own, group=self._group, async_op=True).wait()
-                    message.decode(self._step)
+                    message.reduce(step)
+                    all_gather(message.gathered, message.sum_frame, group).wait()
+                    message.decode(step)
+                    if message.kernels is None:
+                        self._norms.append(message.norm())
                 self._messages += messages
-                self._norms += [message.norm() for message in messages]
                 if self._wants_results:
                     self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
                 future.set_result(buffer)  # who waits for it may write to the buffer: nothing reads it from here on
-        if last:
-            self.end()
+                if last:
+                    self._send_row()
+        finally:
+            enter(before)
         return future
 
     def end(self) -> None:
-        """After the last bucket; `take` calls it, unless torch averages that one."""
-        if self._messages:
-            with torch.no_grad(), self._module.stream(self._decoding):
-                self._send_row()
+        """After the last bucket, where torch averages that one: `take` does the same by itself."""
+        with torch.no_grad(), self._module.stream(self._decoding):
+            self._send_row()
 
     def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
         """Buffers and tables of a message; made when its layout, its slots or its shapes are new."""
@@ -164,20 +192,24 @@ class StreamRunner:
             )
         program = streamed.program
         slots = self._slots.get(program.digest) or streamed.codec.slots(program)
-        sizes_now: dict[str, int] = {}
+        is_new = streamed.message is None
         if slots is not None:
             self._slots[program.digest] = slots
             slots.begin()
-            sizes_now = dict(slots.sizes)
-        version = (self._shapes_version, sizes_now) if slots is not None else None
-        if streamed.message is None or streamed.version != version:
+            is_new |= streamed.version is not self._shapes_version or streamed.slots != slots.sizes
+        if streamed.message is None or is_new:
             shapes = self._shapes.of(streamed.names) if self._uses_shapes else [None] * len(streamed.names)
+            streamed.slots = {} if slots is None else dict(slots.sizes)
             streamed.message = None  # its memory is free for the next one
-            streamed.message = streamed.codec.message(program, self._rank, buffer, streamed.tensors, shapes, sizes_now)
-            streamed.version = version
+            streamed.message = streamed.codec.message(
+                program, self._rank, buffer, streamed.tensors, shapes, streamed.slots
+            )
+            streamed.version, streamed.bytes_sent = self._shapes_version, streamed.message.bytes_sent
         return streamed.message
 
     def _send_row(self) -> None:
+        if not self._messages:
+            return
         shaped = self._shapes.names if self._uses_shapes else []
         said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages], shaped
         if said != self._agreed[0]:
@@ -218,12 +250,16 @@ def read_state(state: Mapping[str, Any]) -> SavedSlots:
         found = json.loads(text)
         slots = {digest: Slots.loaded(each) for digest, each in found["slots"].items()}
         late = [
-            (int(step), {digest: {hop: int(each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
+            (int(step), {digest: {hop: Largest(*each[hop]) for hop in (OWN, SUM)} for digest, each in sizes.items()})
             for step, sizes in found["late"]
         ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Unsupported(f"the state's {_STATE!r} is damaged ({error}): {saved.CURE}") from None
     return slots, [(step, {d: each for d, each in sizes.items() if d in slots}) for step, sizes in late]
+
+
+def _stay(stream: object) -> None:
+    """In the place of torch.cuda.set_stream: the CPU has one stream."""
 
 
 def _stream(device: torch.device) -> Any:

@@ -2,8 +2,9 @@
 
 A slot is the same on all ranks, so that a collective moves it without telling sizes. An encoder makes its levels
 coarser where a frame does not fit. The first size follows from the share of noise; later ones from the largest frames
-of the last steps, which all ranks learn together, two steps late. What is not yet applied is part of the state, so
-that a resumed run changes its slots at the same steps.
+of the last steps, which all ranks learn together, two steps late. Slots grow as soon as a frame was coarser, and shrink
+only at a few steps: to change them takes longer than to send a few bytes too many. What is not yet applied is part of
+the state, so that a resumed run changes its slots at the same steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 FIRST_ROOM = 1.25  # of what Gaussian values take
 ROOM = 1.02  # of the largest frame
@@ -20,10 +21,18 @@ REMEMBERED = 50  # steps
 ALIGN = 128  # bytes
 LATE = 2  # steps until all ranks know a step's largest frames
 OWN, SUM = "own", "sum"  # the hops that frames are made for
+NOTCH_BITS = 0.25  # of a value: a notch makes levels 2^(1/4) coarser
+
+
+class Largest(NamedTuple):
+    """Of all ranks' frames in one step."""
+
+    size: int  # bytes
+    notch: int = 0
 
 
 def is_due(step: int) -> bool:
-    """Whether slots change before this step of the exchange, counted from 0."""
+    """Whether slots may shrink before this step of the exchange, counted from 0."""
     return step in (8, 32, 128) or (step > 0 and step % 256 == 0)
 
 
@@ -48,8 +57,11 @@ class Slots:
 
     least: Mapping[str, int]  # bytes of a frame before its blocks, the largest of all owners
     bound: Mapping[str, int]  # bytes that no frame has more of
+    values: int  # of the largest frame
     sizes: dict[str, int]
+    # Bytes that the largest frames of the last steps had, or would have had if they were no coarser than asked for.
     seen: dict[str, deque[int]] = field(default_factory=lambda: {hop: deque(maxlen=REMEMBERED) for hop in (OWN, SUM)})
+    coarser: set[str] = field(default_factory=set)  # hops whose slots were too small
     steps: int = 0  # so far
 
     @classmethod
@@ -59,30 +71,41 @@ class Slots:
             hop: min(aligned(bound), aligned(least + FIRST_ROOM * values * gaussian_bits(share, world, hop) / 8))
             for hop in (OWN, SUM)
         }
-        return cls({OWN: least, SUM: least}, {OWN: bound, SUM: bound}, sizes)
+        return cls({OWN: least, SUM: least}, {OWN: bound, SUM: bound}, values, sizes)
 
-    def note(self, largest: Mapping[str, int]) -> None:
+    def note(self, largest: Mapping[str, Largest]) -> None:
         """The largest frames of all ranks in one step."""
-        for hop, size in largest.items():
-            self.seen[hop].append(size)
+        for hop, (size, notch) in largest.items():
+            self.seen[hop].append(size + math.ceil(notch * NOTCH_BITS * self.values / 8))
+            if notch:
+                self.coarser.add(hop)
 
     def begin(self) -> bool:
         """Before each step; whether the sizes have changed."""
-        step, before = self.steps, dict(self.sizes)
+        step, changed = self.steps, False
         self.steps += 1
-        if is_due(step):
-            for hop, seen in self.seen.items():
-                if seen:
-                    size = max(self.least[hop], ROOM * max(seen))
-                    self.sizes[hop] = min(aligned(size), aligned(self.bound[hop]))
-        return self.sizes != before
+        due = is_due(step)
+        if not due and not self.coarser:
+            return False
+        for hop, seen in self.seen.items():
+            if not seen or not (due or hop in self.coarser):
+                continue
+            size = min(aligned(max(self.least[hop], ROOM * max(seen))), aligned(self.bound[hop]))
+            if hop in self.coarser:
+                size = max(size, self.sizes[hop])
+            changed |= size != self.sizes[hop]
+            self.sizes[hop] = size
+        self.coarser.clear()
+        return changed
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "least": dict(self.least),
             "bound": dict(self.bound),
+            "values": self.values,
             "sizes": dict(self.sizes),
             "seen": {hop: list(seen) for hop, seen in self.seen.items()},
+            "coarser": sorted(self.coarser),
             "steps": self.steps,
         }
 
@@ -90,11 +113,12 @@ class Slots:
     def loaded(cls, state: Mapping[str, Any]) -> Slots:
         """Slots that go on from a state."""
         least, bound = ({hop: int(state[key][hop]) for hop in (OWN, SUM)} for key in ("least", "bound"))
-        slots = cls(least, bound, {})
+        slots = cls(least, bound, int(state["values"]), {})
         slots.load_state_dict(state)
         return slots
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sizes, self.steps = dict(state["sizes"]), int(state["steps"])
+        self.coarser = set(state["coarser"])
         for hop, seen in state["seen"].items():
             self.seen[hop] = deque(seen, maxlen=REMEMBERED)

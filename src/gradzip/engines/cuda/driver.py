@@ -38,6 +38,7 @@ FILES = (
 )
 # Kernels whose names begin so are made of these files alone.
 _UNITS = {
+    "noise_row": ("common", "noise", "noise_row"),
     "lowrank_": ("common", "lowrank"),
     "noise_": ("common", "noise", "noise_encode", "noise_decode"),
     "scaled_": ("common", "noise", "scaled"),

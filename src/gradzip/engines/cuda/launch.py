@@ -498,6 +498,30 @@ class StepCall:
         start()
 
 
+class Stage:
+    """Calls that are launched one behind the other, with one look at the stream and little Python."""
+
+    def __init__(self, calls: Sequence[StepCall]) -> None:
+        self._calls = [call for call in calls if call._groups]
+        self._on = self._calls[0]._on if self._calls else None
+        self._starts: dict[int, list[Callable[[], None]]] = {}  # by stream
+
+    def __call__(self, step: int) -> None:
+        if self._on is None:
+            return
+        stream = self._on.stream()
+        starts = self._starts.get(stream)
+        if starts is None:
+            starts = self._starts[stream] = [
+                call._on.bind(call._kernel, call._arguments, call._groups, call._threads, stream)
+                for call in self._calls
+            ]
+        for call in self._calls:
+            _STEP.pack_into(call._arguments, call._step_at, step & 0xFFFFFFFF)
+        for start in starts:
+            start()
+
+
 @cache
 def load_once(on: Launcher, kernel: str, threads: int, least: int) -> int:
     """How many groups run at once of a kernel without dynamic shared memory."""

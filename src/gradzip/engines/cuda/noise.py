@@ -25,7 +25,7 @@ from .launch import StepCall
 NAME = "cuda"
 STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
 ENCODERS, OPENERS, MEASURERS, DECODERS = 128, 256, 128, 32  # threads of a group
-_FEW_ENCODERS = 6  # groups per multiprocessor that registers must suffice for
+_FEW_ENCODERS = 10  # groups per multiprocessor that registers must suffice for
 _CANDIDATES = len(NOTCHES)
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
@@ -179,10 +179,10 @@ class Measurer:
         )
         arguments = addressed(("tensors", "tiles", "squares", "marks"), self._kept, numbers)
         kernel = f"noise_measure<{float_name(tensors[0].dtype)}>"
-        self._call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
+        self.call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
 
     def run(self, step: int = 0) -> None:
-        self._call(step)
+        self.call(step)
 
 
 class Shaper:
@@ -300,14 +300,14 @@ class Encoder:
             ),
         )  # fmt: skip
         kind = float_name(dtype)
-        self._calls = [
+        self.calls = [
             Call(device, f"noise_encode<{kind}>", count, ENCODERS, arguments),
             Call(device, f"noise_coarsen<{kind}>", count, ENCODERS, arguments, persistent=True),
-            Call(device, f"noise_place<{kind}>", count, ENCODERS, arguments),
+            Call(device, f"noise_place<{kind}>", -(-count // 4), ENCODERS, arguments),
         ]
 
     def run(self, step: int) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call(step)
 
 
@@ -324,7 +324,9 @@ class Decoder:
         digest: int,
         divisor: int,
         status: torch.Tensor,
+        squares: torch.Tensor | None = None,
     ) -> None:
+        """`squares` gets the sum of squares of each block's values; float64."""
         count, frames = len(geometry.blocks), len(geometry.frames)
         self._kept = [
             to_device(np.append(parts, np.zeros(1, PART)), device), to_device(geometry.frames, device),
@@ -332,18 +334,20 @@ class Decoder:
             torch.empty(count, dtype=torch.int64, device=device),
             torch.zeros(frames, dtype=torch.int32, device=device), status,
         ]  # fmt: skip
-        names = ("parts", "frames", "blocks", "tables", "offsets", "verdicts", "status")
+        if squares is not None:
+            self._kept.append(squares)
+        names = ("parts", "frames", "blocks", "tables", "offsets", "verdicts", "status", "squares")
         numbers = Arguments(
             digest=digest, prefix=prefix, all_blocks=count, divisor=float(divisor), times=times_of(divisor)
         )
         arguments = addressed(names, self._kept, numbers)
-        self._calls = [
+        self.calls = [
             Call(device, "noise_open", frames, OPENERS, arguments),
             Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 2), DECODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:
-        for call in self._calls:
+        for call in self.calls:
             call(step)
 
 

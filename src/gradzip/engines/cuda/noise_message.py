@@ -21,10 +21,12 @@ from ...errors import Unsupported
 from ...wire import HEADER_BYTES
 from .. import noise_layout as layout
 from . import noise
+from .launch import Stage
 from .noise import Arguments, Call, Decoder, Encoder, Geometry, Measurer
 
 Column = npt.NDArray[np.int64]
 SLOT_ALIGN = 128  # bytes
+_NOTCH = 4  # bytes of a body before its notch
 
 
 @dataclass
@@ -83,6 +85,7 @@ class NoiseMessage:
 
     def __init__(self, message: Layout, share: float, own_slot: int, sum_slot: int) -> None:
         self._message = message
+        self.world = message.world
         self.device = message.tensors[0].device
         self.dtype = message.tensors[0].dtype
         world, rank = message.world, message.rank
@@ -94,16 +97,15 @@ class NoiseMessage:
         self.status = torch.zeros(2 * world, dtype=torch.int32, device=self.device)  # of incoming frames, then of sums
         self._levels = torch.zeros(len(message.tensors), 2, device=self.device)
         factor = share * (12.0 / 2 * world / (world + 1))
+        # Of each tensor: squares, the sum of 4^(d + 12), and whether all is finite.
         self._told = torch.zeros(len(message.tensors), 3, dtype=torch.int64, device=self.device)
         self._measurer = Measurer(message.tensors, message.shapes, factor, self._levels, self._told)
         self._make_encoder()
         self._make_reducer()
         self._make_decoder()
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """The sum of 4^(d + 12) of each tensor, as of the last encode; 0 for one without values."""
-        return self._told[:, 1]
+        self.encode = Stage([self._measurer.call, *self._encoder.calls])
+        self.reduce = Stage([self._open, *([self._add] if self._add is not None else []), *self._sum_encoder.calls])
+        self.decode = Stage(self._decoder.calls)
 
     @property
     def own_results(self) -> torch.Tensor:
@@ -113,19 +115,6 @@ class NoiseMessage:
     @property
     def sum_result(self) -> torch.Tensor:
         return self._sum_encoder.results
-
-    def encode(self, step: int) -> None:
-        self._measurer.run(step)
-        self._encoder.run(step)
-
-    def reduce(self, step: int) -> None:
-        self._open(step)
-        if self._add is not None:
-            self._add(step)
-        self._sum_encoder.run(step)
-
-    def decode(self, step: int) -> None:
-        self._decoder.run(step)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
@@ -186,9 +175,24 @@ class NoiseMessage:
         geometry.frames["room"] = self.sum_slot
         rows = m.rows(np.ones(len(m.owner), np.bool_), m.sum_keys)
         rows["place"] = geometry.places
+        self._find_levels(geometry)
+        self.squares = torch.zeros(len(geometry.blocks), dtype=torch.float64, device=self.device)  # of means, by block
         self._decoder = Decoder(
-            self.device, self.dtype, geometry, rows, HEADER_BYTES, m.digest, m.world, self.status[m.world :]
-        )
+            self.device, self.dtype, geometry, rows, HEADER_BYTES, m.digest, m.world, self.status[m.world :],
+            self.squares,
+        )  # fmt: skip
+
+    def _find_levels(self, geometry: Geometry) -> None:
+        """`level_table`: where the kernel of the row of checks finds the level of each tensor's sum."""
+        m = self._message
+        place = np.arange(len(m.owner)) - geometry.frames["first_part"][m.owner].astype(np.int64)  # in its frame
+        body = self.gathered.data_ptr() + m.owner * self.sum_slot + HEADER_BYTES
+        tensors, first = np.unique(m.tensor, return_index=True)  # one part of each will do
+        table = np.zeros(len(tensors), [(name, "<u8") for name in ("level", "notch", "weight")])
+        table["level"] = (body + layout.HEAD_BYTES + 4 * place)[first]
+        table["notch"] = (body + _NOTCH)[first]
+        table["weight"] = self._told.data_ptr() + 24 * tensors + 8
+        self.level_table = noise.to_device(table, self.device)
 
 
 def slot_for(counts: Sequence[int], bits: float) -> int:

@@ -57,7 +57,7 @@ struct NoiseResult {
 struct Noise {
     u64 tensors;   // NoiseTensor[]
     u64 tiles;     // uint2[]: tensor, block of kSquares values
-    u64 squares;   // double[tiles]
+    u64 squares;   // double[tiles]; of noise_decode: double[blocks], the sums of squares of means, or 0
     u64 marks;     // u64[tensors][2]: sum of weights; blocks done in the low half, whether all is finite in the high one
     u64 parts;     // NoisePart[]
     u64 frames;    // NoiseFrame[]
@@ -128,6 +128,7 @@ template <class F>
 struct Values;
 template <>
 struct Values<Float32> {
+    DEVICE float rounded(float v) { return v; }
     DEVICE float load(u64 values, u64 i) { return pointer<const float>(values)[i]; }
     DEVICE void store(u64 values, u64 i, float v) { pointer<float>(values)[i] = v; }
     DEVICE void load_four(u64 values, u64 i, float* v) {
@@ -166,6 +167,7 @@ struct Half<Float16> {
 
 template <class F>
 struct Halves {
+    DEVICE float rounded(float v) { return Half<F>::value(Half<F>::bits(v)); }
     DEVICE float load(u64 values, u64 i) { return Half<F>::value(pointer<const u16>(values)[i]); }
     DEVICE void store(u64 values, u64 i, float v) { pointer<u16>(values)[i] = (u16)Half<F>::bits(v); }
     DEVICE void load_four(u64 values, u64 i, float* v) {

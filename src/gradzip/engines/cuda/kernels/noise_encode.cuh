@@ -582,18 +582,18 @@ DEVICE void noise_coarsen(const Args& args) {
     }
 }
 
-// Copies bytes to any address. By all threads.
-DEVICE void copy_bytes(u64 to, const u32* from, u32 bytes) {
+// Copies bytes to any address. By `all` threads, of which this is number t.
+DEVICE void copy_bytes(u64 to, const u32* from, u32 bytes, u32 t, u32 all) {
     u32 head = (u32)(0 - to) & 3;
     if (head > bytes) head = bytes;
     const u8* source = (const u8*)from;
-    if (threadIdx.x < head) pointer<u8>(to)[threadIdx.x] = source[threadIdx.x];
+    if (t < head) pointer<u8>(to)[t] = source[t];
     u32 words = (bytes - head) / 4;
     u32* out = pointer<u32>(to + head);
-    for (u32 at = threadIdx.x; at < words; at += kEncoders)
-        out[at] = head ? __funnelshift_r(from[at], from[at + 1], 8 * head) : from[at];
+#pragma unroll 8
+    for (u32 at = t; at < words; at += all) out[at] = head ? __funnelshift_r(from[at], from[at + 1], 8 * head) : from[at];
     u32 done = head + 4 * words;
-    if (threadIdx.x < bytes - done) pointer<u8>(to + done)[threadIdx.x] = source[done + threadIdx.x];
+    if (t < bytes - done) pointer<u8>(to + done)[t] = source[done + t];
 }
 
 // The integers of a block as floats, behind a head that says so. By all threads.
@@ -612,22 +612,30 @@ DEVICE void write_raw(const Noise& a, const NoiseFrame& f, const NoiseBlock& b, 
     }
 }
 
+// A warp for each block that was staged; the others are coded again by the whole group.
 template <class F>
 DEVICE void noise_place(const Args& args) {
     __shared__ NoiseRoom<kLargeOut> room;
     const Noise& a = noise_args(args);
-    u32 block = blockIdx.x, number = pointer<const uint2>(a.blocks)[block].x;
-    NoiseFrame f = pointer<const NoiseFrame>(a.frames)[number];
-    const NoiseResult& result = pointer<const NoiseResult>(a.results)[number];
-    if (result.poisoned || block - f.first_block >= f.blocks) return;
-    u64 to = f.slot + pointer<const u64>(a.offsets)[block];
-    u32 size = pointer<const u32>(a.sizes)[block];
-    if (result.notch == 0 && size >> 31) {
-        copy_bytes(to, pointer<const u32>(a.staging + (u64)block * kStageBytes), size & 0x7fffffffu);
-        return;
+    u32 first = blockIdx.x * kWarps, mine = first + threadIdx.x / 32, again = 0;
+    for (u32 block = first; block < first + kWarps && block < a.all_blocks; block++) {
+        u32 number = pointer<const uint2>(a.blocks)[block].x, size = pointer<const u32>(a.sizes)[block];
+        const NoiseFrame& f = pointer<const NoiseFrame>(a.frames)[number];
+        NoiseResult result = pointer<const NoiseResult>(a.results)[number];
+        if (result.poisoned || block - f.first_block >= f.blocks || (result.notch == 0 && size == 0)) continue;
+        if (result.notch || !(size >> 31)) again |= 1u << (block - first);
+        else if (block == mine)
+            copy_bytes(f.slot + pointer<const u64>(a.offsets)[block], pointer<const u32>(a.staging + (u64)block * kStageBytes),
+                       size & 0x7fffffffu, lane_id(), 32);
     }
-    if (result.notch == 0 && size == 0) return;
-    Coded coded = code_block<F>(a, room, f, block_of(a, f, block), result.notch, ~0u >> 4);
-    if (coded.raw) write_raw<F>(a, f, block_of(a, f, block), result.notch, to);
-    else copy_bytes(to, room.out + coded.first / 4, coded.bytes);
+    for (u32 left = again; left; left &= left - 1) {  // all threads have found the same
+        u32 block = first + (u32)__ffs((int)left) - 1, number = pointer<const uint2>(a.blocks)[block].x;
+        NoiseFrame f = pointer<const NoiseFrame>(a.frames)[number];
+        u32 notch = pointer<const NoiseResult>(a.results)[number].notch;
+        u64 to = f.slot + pointer<const u64>(a.offsets)[block];
+        __syncthreads();
+        Coded coded = code_block<F>(a, room, f, block_of(a, f, block), notch, ~0u >> 4);
+        if (coded.raw) write_raw<F>(a, f, block_of(a, f, block), notch, to);
+        else copy_bytes(to, room.out + coded.first / 4, coded.bytes, threadIdx.x, kEncoders);
+    }
 }
