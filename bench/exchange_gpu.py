@@ -155,7 +155,7 @@ def measure(name: str, what: str, device: torch.device, warm: int, steps: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("resnet18", "resnet50", "gpt2"), default="resnet18")
-    parser.add_argument("--policies", default="cast;noise;gcomp:keep=7", help="gradzip's, separated by ;")
+    parser.add_argument("--policies", default="cast;noise;int8;int4;fp8;gcomp:keep=7", help="gradzip's, separated by ;")
     parser.add_argument("--warm", type=int, default=12, help="steps before those that count: slots shrink in step 9")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--csv", type=Path)

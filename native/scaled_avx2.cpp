@@ -1,6 +1,7 @@
 // Block-scaled codes for AVX2.
 #include "scaled.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace gz {

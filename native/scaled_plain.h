@@ -19,19 +19,25 @@ static inline uint32_t mix32(uint32_t x) {
 constexpr float kLargest = 0x1.fffffep127f;  // what a transform back makes of huge values may be more
 static inline float canonical(float v) { return v == v ? v : as_float(0x7fc00000u); }
 
-// Bit j of word w: whether value 32 w + j of the block changes its sign.
-static void sign_words(uint32_t i, int n, uint64_t key, uint32_t* words) {
-    for (int w = 0; w < n / 32; w++) words[w] = mix32((i / 32 + uint32_t(w)) ^ uint32_t(key)) + uint32_t(key >> 32);
+// Bit j: whether value i + j changes its sign; i is a multiple of 32.
+static inline uint32_t sign_word(uint32_t i, uint64_t key) { return mix32((i / 32) ^ uint32_t(key)) + uint32_t(key >> 32); }
+
+// Pairs that are 1, 2 or 4 apart, in groups of 8: written so that compilers see a permutation of a vector.
+template <int kStep, class T>
+static inline void turn_eight(T* x) {
+    T other[8], sum[8];
+    for (int j = 0; j < 8; j++) other[j] = x[j ^ kStep];
+    for (int j = 0; j < 8; j++) sum[j] = other[j] + x[j] * T(j & kStep ? -1 : 1);  // b + a, and a - b
+    for (int j = 0; j < 8; j++) x[j] = sum[j];
 }
 
 template <class T>
 static void transform(T* x, int n) {
-    for (int step = 1; step < 8; step *= 2)
-        for (int i = 0; i < n; i += 2 * step)
-            for (int j = i; j < i + step; j++) {
-                T a = x[j], b = x[j + step];
-                x[j] = T(a + b), x[j + step] = T(a - b);
-            }
+    for (int i = 0; i < n; i += 8) {
+        turn_eight<1>(x + i);
+        turn_eight<2>(x + i);
+        turn_eight<4>(x + i);
+    }
     for (int step = 8; step < n; step *= 2)
         for (int i = 0; i < n; i += 2 * step)
             for (int k = 0; k < step; k += 8)  // no step is smaller, so that this is a vector
@@ -41,12 +47,21 @@ static void transform(T* x, int n) {
                 }
 }
 
-static uint32_t scale_of(const Form& form, const float* x, int n, bool turned) {
-    uint32_t magnitude = 0;
-    for (int j = 0; j < n; j++) {
-        uint32_t bits = as_bits(x[j]) & 0x7fffffffu;
-        magnitude = bits > magnitude ? bits : magnitude;
-    }
+template <int kWidth>
+static inline void halve(uint32_t* most) {
+    for (int j = 0; j < kWidth; j++) most[j] = most[j] > most[j + kWidth] ? most[j] : most[j + kWidth];
+}
+
+// All loops over values run through groups of kAlign, filled up with zeros, so that compilers know how long they are.
+static uint32_t scale_of(const Form& form, const float* x, int padded, bool turned) {
+    uint32_t most[kAlign] = {};
+    for (int at = 0; at < padded; at += kAlign)
+        for (int j = 0; j < kAlign; j++) {
+            uint32_t bits = as_bits(x[at + j]) & 0x7fffffffu;
+            most[j] = bits > most[j] ? bits : most[j];
+        }
+    halve<16>(most), halve<8>(most), halve<4>(most);
+    const uint32_t magnitude = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
     if (magnitude >= 0x7f800000u) return 0x7fc0;
     if (magnitude == 0 || (turned && magnitude < 0x00800000u)) return 0;
     uint32_t scale = (as_bits(as_float(magnitude) / form.most) + 0xffffu) >> 16;
@@ -64,88 +79,104 @@ static inline int32_t rounded(float t, uint32_t draw) {
 
 static void encode_block(const Form& form, const float* x, int n, uint32_t i, uint64_t key, uint32_t offset,
                          uint64_t signs, uint8_t* scale_at, uint8_t* codes) {
-    float turned[kMostBlock];
+    const int padded = (n + kAlign - 1) / kAlign * kAlign;
     const bool turns = form.hadamard && n == form.block;
+    float room[kMostBlock];
     if (turns) {
-        uint32_t words[kMostBlock / 32];
-        sign_words(i, n, signs, words);
-        float factor = 1.0f / float(n);
-        for (int w = 0; w < n / 32; w++)
-            for (int j = 0; j < 32; j++)
-                turned[32 * w + j] = as_float(as_bits(x[32 * w + j] * factor) ^ (words[w] >> j & 1) << 31);
-        transform(turned, n);
-        x = turned;
+        const float factor = 1.0f / float(n);
+        for (int at = 0; at < n; at += kAlign) {
+            const uint32_t word = sign_word(i + uint32_t(at), signs);
+            for (int j = 0; j < kAlign; j++) room[at + j] = as_float(as_bits(x[at + j] * factor) ^ (word >> j & 1) << 31);
+        }
+        transform(room, n);
+        x = room;
+    } else if (n != padded) {
+        std::memcpy(room, x, size_t(n) * 4);
+        std::memset(room + n, 0, size_t(padded - n) * 4);
+        x = room;
     }
-    uint32_t scale = scale_of(form, x, n, turns);
+    const uint32_t scale = scale_of(form, x, padded, turns);
     scale_at[0] = uint8_t(scale), scale_at[1] = uint8_t(scale >> 8);
-    int padded = (n + kAlign - 1) / kAlign * kAlign;
     if (scale == 0 || scale == 0x7fc0) {
         std::memset(codes, 0, size_t(form.kind == kInt4 ? padded / 2 : padded));
         return;
     }
-    float inverse = 1.0f / as_float(scale << 16);
-    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32) + offset;
-    int8_t q[kMostBlock];
-    if (form.kind == kFp8) {
-        for (int j = 0; j < n; j++) {
-            float t = x[j] * inverse;
-            int32_t field = int32_t(as_bits(t) >> 23 & 255);
-            field = field > 121 ? field : 121;
-            int32_t number = rounded(t * as_float(uint32_t(257 - field) << 23), mix32((i + uint32_t(j)) ^ k0) + k1);
-            int32_t magnitude = (number < 0 ? -number : number) + 8 * (field - 121);
-            magnitude = magnitude < 126 ? magnitude : 126;
-            q[j] = int8_t(magnitude | (number < 0 ? 128 : 0));
+    const float inverse = 1.0f / as_float(scale << 16);
+    const uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32) + offset;
+    const int32_t most = int32_t(form.most);
+    for (int at = 0; at < padded; at += kAlign) {
+        int32_t number[kAlign];
+        uint8_t q[kAlign];
+        const uint32_t first = i + uint32_t(at);
+        if (form.kind == kFp8) {
+            for (int j = 0; j < kAlign; j++) {
+                const float t = x[at + j] * inverse;
+                const int32_t field = std::max(int32_t(as_bits(t) >> 23 & 255), 121);
+                const float grid = as_float(uint32_t(257 - field) << 23);
+                const int32_t signed_number = rounded(t * grid, mix32((first + uint32_t(j)) ^ k0) + k1);
+                const int32_t minus = signed_number >> 31;
+                number[j] = std::min(((signed_number ^ minus) - minus) + 8 * (field - 121), 126) | (minus & 128);
+            }
+        } else {
+            for (int j = 0; j < kAlign; j++) {
+                const int32_t found = rounded(x[at + j] * inverse, mix32((first + uint32_t(j)) ^ k0) + k1);
+                number[j] = std::max(std::min(found, most), -most);
+            }
         }
-    } else {
-        int32_t most = int32_t(form.most);
-        for (int j = 0; j < n; j++) {
-            int32_t number = rounded(x[j] * inverse, mix32((i + uint32_t(j)) ^ k0) + k1);
-            number = number < most ? number : most;
-            q[j] = int8_t(number > -most ? number : -most);
+        for (int j = 0; j < kAlign; j++) q[j] = uint8_t(number[j]);
+        if (form.kind != kInt4) {
+            std::memcpy(codes + at, q, kAlign);
+            continue;
         }
+        uint16_t pairs[kAlign / 2];  // two codes are one number: better for compilers than every other one
+        std::memcpy(pairs, q, kAlign);
+        uint8_t packed[kAlign / 2];
+        for (int j = 0; j < kAlign / 2; j++) packed[j] = uint8_t((pairs[j] & 15) | (pairs[j] >> 4 & 0xf0));
+        std::memcpy(codes + at / 2, packed, kAlign / 2);
     }
-    for (int j = n; j < padded; j++) q[j] = 0;
-    if (form.kind == kInt4)
-        for (int j = 0; j < padded / 2; j++) codes[j] = uint8_t((q[2 * j] & 15) | q[2 * j + 1] << 4);
-    else
-        std::memcpy(codes, q, size_t(padded));
 }
 
 static void decode_block(const Form& form, const uint8_t* scale_at, const uint8_t* codes, int n, uint32_t i,
                          uint64_t signs, bool add, float* x) {
-    float scale = as_float(uint32_t(scale_at[0] | scale_at[1] << 8) << 16);
+    const float scale = as_float(uint32_t(scale_at[0] | scale_at[1] << 8) << 16);
+    const int padded = (n + kAlign - 1) / kAlign * kAlign;
+    const bool turns = form.hadamard && n == form.block;
     float values[kMostBlock];
-    if (form.kind == kFp8) {
-        for (int j = 0; j < n; j++) {
-            int32_t low = codes[j] & 127, field = low >> 3 ? low >> 3 : 1;
-            float number = float(low >> 3 ? (low & 7) | 8 : low) * as_float(uint32_t(field + 117) << 23);
-            number = low == 127 ? as_float(0x7fc00000u) : number;
-            values[j] = as_float(as_bits(number) ^ uint32_t(codes[j] & 128) << 24) * scale;
-        }
-    } else {
-        int16_t q[kMostBlock];
-        if (form.kind == kInt4)
-            for (int j = 0; j < (n + 1) / 2; j++) {
-                q[2 * j] = int16_t(int8_t(uint8_t(codes[j] << 4)) >> 4);
-                q[2 * j + 1] = int16_t(int8_t(codes[j]) >> 4);
-            }
-        else
-            for (int j = 0; j < n; j++) q[j] = int8_t(codes[j]);
-        if (form.hadamard && n == form.block) {
-            int32_t sums[kMostBlock];
-            for (int j = 0; j < n; j++) sums[j] = q[j];
-            transform(sums, n);
-            uint32_t words[kMostBlock / 32];
-            sign_words(i, n, signs, words);
-            for (int w = 0; w < n / 32; w++)
-                for (int j = 0; j < 32; j++) {
-                    int32_t flip = -int32_t(words[w] >> j & 1);
-                    float value = float((sums[32 * w + j] ^ flip) - flip) * scale;
-                    value = value > kLargest ? kLargest : value;
-                    values[32 * w + j] = value < -kLargest ? -kLargest : value;
-                }
+    int32_t sums[kMostBlock];
+    for (int at = 0; at < padded; at += kAlign) {
+        uint8_t q[kAlign];
+        if (form.kind == kInt4) {
+            uint8_t packed[kAlign / 2];
+            uint16_t pairs[kAlign / 2];
+            std::memcpy(packed, codes + at / 2, kAlign / 2);
+            for (int j = 0; j < kAlign / 2; j++) pairs[j] = uint16_t((packed[j] & 15) | (packed[j] & 0xf0) << 4);
+            std::memcpy(q, pairs, kAlign);
+            for (int j = 0; j < kAlign; j++) q[j] = uint8_t((q[j] ^ 8) - 8);
         } else
-            for (int j = 0; j < n; j++) values[j] = float(q[j]) * scale;
+            std::memcpy(q, codes + at, kAlign);
+        if (form.kind == kFp8) {
+            for (int j = 0; j < kAlign; j++) {
+                const int32_t code = q[j], low = code & 127, field = low >> 3, tiny = field == 0;
+                const float number = float((low & 7) + 8 - 8 * tiny) * as_float(uint32_t(field + tiny + 117) << 23);
+                const uint32_t nan = low == 127 ? 0x7fc00000u : 0;
+                values[at + j] = as_float(as_bits(number) | nan | uint32_t(code & 128) << 24) * scale;
+            }
+        } else if (turns)
+            for (int j = 0; j < kAlign; j++) sums[at + j] = int8_t(q[j]);
+        else
+            for (int j = 0; j < kAlign; j++) values[at + j] = float(int8_t(q[j])) * scale;
+    }
+    if (turns) {
+        transform(sums, n);
+        for (int at = 0; at < n; at += kAlign) {
+            const uint32_t word = sign_word(i + uint32_t(at), signs);
+            for (int j = 0; j < kAlign; j++) {
+                const int32_t flip = -int32_t(word >> j & 1);
+                float value = float((sums[at + j] ^ flip) - flip) * scale;
+                value = value > kLargest ? kLargest : value;
+                values[at + j] = value < -kLargest ? -kLargest : value;
+            }
+        }
     }
     if (add)
         for (int j = 0; j < n; j++) x[j] = canonical(x[j] + values[j]);

@@ -1,6 +1,7 @@
 // Block-scaled codes for any processor.
 #include "scaled.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace gz {

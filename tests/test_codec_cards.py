@@ -42,6 +42,7 @@ def test_cards_say_what_is_true(name: str) -> None:
     [
         *(("topk:ratio=0.01", 0.41), ("dgc:ratio=0.001", 0.044), ("threshold", 33), ("randomk:ratio=0.01", 0.32)),
         *(("sign", 1), ("onebit", 1), ("terngrad", 1.6), ("qsgd:bits=8", 8 + 32 / 512), ("natural", 8), ("cast", 16)),
+        *(("int8", 8.13), ("int4", 4.5), ("int4:block=128", 4.13), ("fp8", 8.13)),
     ],
 )
 def test_costs(spec: str, bits: float) -> None:

@@ -92,7 +92,7 @@ def trained(rank: int, policy: str) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("policy", ["noise", "cast"])
+@pytest.mark.parametrize("policy", ["noise", "cast", "int8", "int4", "fp8", "int4:block=128,hadamard=true"])
 def test_means_are_those_of_the_interpreter_and_replicas_identical(policy: str) -> None:
     ranks = run_ranks(WORLD, trained, policy, deadline=300, backend="nccl")
     for found in ranks:
