@@ -111,6 +111,20 @@ def test_paper_mode_has_nothing_for_those_it_cannot_analyse(parameter: nn.Parame
         assert gradzip.reaches(SGD([parameter], lr=0.0))[parameter].tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("name", list(KINDS))
+def test_reaches_of_slices_are_those_of_the_whole_parameter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where parameter and moments lie in memory in another order than that of their indices."""
+    p = nn.Parameter(torch.randn(6, 5, 4, 3).to(memory_format=torch.channels_last))
+    optimizer = KINDS[name]([p], **TYPICAL[name])
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    whole = gradzip.reaches(optimizer)[p]
+    monkeypatch.setattr("gradzip.sensitivity.paper.SLICE", 7)
+    assert torch.equal(gradzip.reaches(optimizer)[p], whole)
+    assert (whole > 0).any()
+
+
 # --- GComp's rule: level n if |delta| > 2^n ---------------------------------------------------------------------------
 
 normal = st.floats(2.0**-100, 2.0**80, width=32)
