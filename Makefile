@@ -4,7 +4,8 @@
 # make test-no-simd   the engines' tests against a library without SIMD code
 # make format   rewrite Python files as ruff formats them
 # make bench    codec speed and size          make native  only the C++ library, in build/
-# make fuzz     a million damaged payloads    make wheel   one wheel in dist/
+# make fuzz     a million damaged payloads    make fuzz-neon   the same for AArch64, in the emulator qemu
+# make wheel    one wheel in dist/
 # make docs     the documentation as a site in build/site
 # make clean    remove what was built
 
@@ -14,7 +15,7 @@ RUN := $(VENV)/bin
 PIP := $(RUN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 HAS_TORCH := -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))' 2>/dev/null
 
-.PHONY: setup demo test test-no-simd check format bench native fuzz wheel docs clean
+.PHONY: setup demo test test-no-simd check format bench native fuzz fuzz-neon wheel docs clean
 
 setup: $(VENV)/.installed
 
@@ -78,6 +79,13 @@ fuzz:
 	cmake -B build/sanitized -DGRADZIP_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g'
 	cmake --build build/sanitized --parallel
 	build/sanitized/fuzz $(or $(ARGS),1000000)
+
+# Needs a cross compiler and qemu (Debian: g++-aarch64-linux-gnu, qemu-user). tests/test_neon.py runs a short one.
+fuzz-neon:
+	cmake -B build/neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DGRADZIP_FUZZ=ON
+	cmake --build build/neon --parallel
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/fuzz $(or $(ARGS),1000000)
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) 'gradzip[docs]'

@@ -17,6 +17,8 @@ std::vector<const Kernels*> available() {
     if (__builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vbmi") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         list.push_back(avx512_kernels());
+#elif defined(GRADZIP_NEON)
+    list.push_back(neon_kernels());
 #endif
     return list;
 }

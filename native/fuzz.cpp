@@ -118,7 +118,7 @@ struct Tally {
 
 void check(const Case& c, const std::vector<uint8_t>& body, bool add, bool ring, Tally* tally) {
     static const std::vector<std::string> names = isas();
-    Decoded first, first_hop;
+    Decoded first{}, first_hop{};
     for (const std::string& isa : names) {
         Decoded here = decode(c, body, isa, add);
         if (isa == names[0]) first = here;

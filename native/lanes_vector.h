@@ -8,9 +8,9 @@
 
 // Pushes 0 to 8 bits in each lane. Writes up to 8 bytes behind the refill stream.
 GZ_INLINE void push(States& s, Bytes bits, Bytes count, uint8_t*& out) {
-    const Bytes highest = look_up(table_of(char(255), 127, 63, 31, 15, 7, 3, 1, 0), count);  // with room for so many more bits
+    const Bytes highest = look_up(table_of(255, 127, 63, 31, 15, 7, 3, 1, 0), count);  // with room for so many more bits
     const Bytes fits = equal(larger(s.high, highest), highest);
-    out = compress(out, s.low, ~bits_of(fits));
+    out = compress(out, s.low, fits ^ splat(255));
     s = shift_left({select(fits, s.low, s.high), s.high & fits}, count);
     s.low = s.low | bits;
 }
@@ -27,7 +27,7 @@ struct CodeWindow {
         entries_by_exponent(table, base, entry);
         from = base + table.lowest;
         groups = (table.highest - table.lowest) / 16 + 1;
-        if (from < 0 || base + table.highest > 255 || groups > 4) {
+        if (from < 1 || base + table.highest > 255 || groups > 4) {  // too many, or beyond 255 and back to 1
             from = 0;
             groups = kMost;
         }
@@ -60,29 +60,33 @@ struct CodeWindow {
     }
 };
 
-template <int Groups>
-LaneEnd encode_lanes(const LaneInput& in, const CodeWindow& window, uint8_t* states, uint8_t* out) {
+// One block's lanes while encoding.
+struct Writer {
     States s{splat(0), splat(1)};
-    const Bytes eight = splat(8);
+    uint8_t* out;
     bool escapes = false;
-    for (int row = (in.n - 1) / kLanes; row >= 0; row--) {
-        const int start = row * kLanes, here = in.n - start;
-        const Bytes present = first_lanes(here < kLanes ? here : kLanes);
-        if (row % 2 == 0) in.prefetch.lines(row / 2);
+
+    // A row; fewer than 32 values only if it is not whole.
+    template <int Groups, bool Whole>
+    GZ_INLINE void row(const LaneInput& in, const CodeWindow& window, int start) {
+        const Bytes present = Whole ? splat(255) : first_lanes(in.n - start), eight = splat(8), zero = splat(0);
         const Bytes e = load(in.exponent + start);
-        for (int c = in.chunks - 1; c >= 0; c--) {
+        if (in.chunks) {
             const Bytes width = load(in.width + start) & present;
-            const Bytes count = smaller(subtract_to_zero(width, splat(8 * c)), eight);
-            if (any(count)) push(s, load(in.chunk[c] + start) & present, count, out);
+#pragma GCC unroll 3
+            for (int c = 2; c >= 0; c--) {
+                const Bytes count = smaller(subtract_to_zero(width, splat(8 * c)), eight);
+                if (c < in.chunks && (c == 0 || any(count))) push(s, load(in.chunk[c] + start) & present, count, out);
+            }
         }
         if (in.level) {
-            const Bytes nonzero = without(present, equal(e, splat(0)));
+            const Bytes nonzero = without(present, equal(e, zero));
             push(s, load(in.level + start) & nonzero, splat(2) & nonzero, out);
         }
-        if (in.single) continue;
+        if (in.single) return;
         Bytes code, count;
         window.look_up_codes<Groups>(e, &code, &count);
-        const Bytes escaped = equal(count, splat(0)) & present;
+        const Bytes escaped = equal(count, zero) & present;
         if (__builtin_expect(any(escaped), 0)) {
             escapes = true;
             push(s, e & escaped, eight & escaped, out);
@@ -91,8 +95,20 @@ LaneEnd encode_lanes(const LaneInput& in, const CodeWindow& window, uint8_t* sta
         }
         push(s, code & present, count & present, out);
     }
-    store_states(states, s);
-    return {out, escapes};
+};
+
+template <int Groups>
+LaneEnd encode_lanes(const LaneInput& in, const CodeWindow& window, uint8_t* states, uint8_t* out) {
+    Writer writer;
+    writer.out = out;
+    int row = in.n / kLanes;
+    if (in.n % kLanes) writer.row<Groups, false>(in, window, row * kLanes);
+    while (--row >= 0) {
+        if (row % 2 == 0) in.prefetch.lines(row / 2);
+        writer.row<Groups, true>(in, window, row * kLanes);
+    }
+    store_states(states, writer.s);
+    return {writer.out, writer.escapes};
 }
 
 // `out` needs 8 bytes of slack, and the input arrays are readable up to a multiple of 32 values.
@@ -123,7 +139,7 @@ struct Reader {
     // Takes a byte where a lane has none above its lowest; false if the stream runs dry.
     GZ_INLINE bool refill() {
         const Bytes small = equal(s.high, splat(0));
-        at -= __builtin_popcount(bits_of(small));
+        at -= count_of(small);
         if (__builtin_expect(at < begin, 0)) return false;
         s.high = s.high | (s.low & small);
         s.low = without(s.low, small) | expand(at, small);
@@ -131,7 +147,7 @@ struct Reader {
     }
     // Pops 0 to 8 bits.
     GZ_INLINE bool pop(Bytes count, Bytes* bits) {
-        *bits = s.low & look_up(table_of(0, 1, 3, 7, 15, 31, 63, 127, char(255)), count);
+        *bits = s.low & look_up(table_of(0, 1, 3, 7, 15, 31, 63, 127, 255), count);
         s = shift_right_some(s, right_shifts(count));
         return refill();
     }

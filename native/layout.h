@@ -169,6 +169,7 @@ struct Kernels {
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 static inline void store16(uint8_t* p, unsigned v) {
     p[0] = uint8_t(v);

@@ -4,7 +4,7 @@
 // `to` may be `from` or lie before it: a store never reaches beyond what has been read.
 inline void compress_bytes(const uint8_t* from, const uint8_t* exponent, int n, uint8_t* to) {
     int i = 0;
-    for (; i + kLanes <= n; i += kLanes) to = compress(to, load(from + i), ~bits_of(equal(load(exponent + i), splat(0))));
+    for (; i + kLanes <= n; i += kLanes) to = compress(to, load(from + i), equal(load(exponent + i), splat(0)) ^ splat(255));
     for (; i < n; i++) {
         *to = from[i];
         to += exponent[i] != 0;
@@ -17,7 +17,7 @@ inline void expand_bytes(const uint8_t* from, int count, const uint8_t* exponent
     for (; i + kLanes <= n; i += kLanes) {
         const Bytes there = equal(load(exponent + i), splat(0)) ^ splat(255);
         store(to + i, expand(from, there));
-        from += __builtin_popcount(bits_of(there));
+        from += count_of(there);
     }
     for (; i < n; i++) {
         to[i] = exponent[i] && from < end ? *from : 0;
@@ -34,7 +34,7 @@ struct Gatherer {
         highest = larger(highest, e);
         lowest = smaller(lowest, e);
         const Bytes zero = equal(e, splat(0));
-        nonzero += uint32_t(__builtin_popcount(~bits_of(zero)));
+        nonzero += uint32_t(kLanes - count_of(zero));
         return zero;
     }
     // Exponents, and the three bytes of fields.

@@ -32,9 +32,11 @@ GZ_INLINE Bytes without(Bytes a, Bytes mask) { return {_mm256_andnot_si256(mask.
 GZ_INLINE Bytes select(Bytes mask, Bytes yes, Bytes no) { return {_mm256_blendv_epi8(no.v, yes.v, mask.v)}; }
 GZ_INLINE bool any(Bytes a) { return !_mm256_testz_si256(a.v, a.v); }
 GZ_INLINE uint32_t bits_of(Bytes mask) { return uint32_t(_mm256_movemask_epi8(mask.v)); }
+GZ_INLINE int count_of(Bytes mask) { return _mm_popcnt_u32(bits_of(mask)); }
 GZ_INLINE Bytes low_nibbles(Bytes a) { return a & splat(15); }
-GZ_INLINE Bytes high_nibbles(Bytes a) { return low_nibbles({_mm256_srli_epi16(a.v, 4)}); }
-GZ_INLINE Bytes swap_nibbles(Bytes a) { return high_nibbles(a) | Bytes{_mm256_slli_epi16(low_nibbles(a).v, 4)}; }
+GZ_INLINE Bytes swap_nibbles(Bytes a) {
+    return low_nibbles({_mm256_srli_epi16(a.v, 4)}) | Bytes{_mm256_slli_epi16(low_nibbles(a).v, 4)};
+}
 GZ_INLINE Bytes top_bits(Bytes a) { return {_mm256_cmpgt_epi8(_mm256_setzero_si256(), a.v)}; }  // as masks
 GZ_INLINE Bytes halves(Bytes a) { return Bytes{_mm256_srli_epi16(a.v, 1)} & splat(127); }
 
@@ -47,14 +49,17 @@ GZ_INLINE Bytes first_lanes(int count) {
 
 // --- Look-ups in tables of 16 bytes ---
 
-GZ_INLINE Bytes table_of(const uint8_t* bytes) {
+struct Table {
+    __m256i v;
+};
+GZ_INLINE Table table_of(const uint8_t* bytes) {
     return {_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)))};
 }
 // An index for look_up: those above 15 find zeros.
 GZ_INLINE Bytes within_16(Bytes index) { return {_mm256_adds_epu8(index.v, splat(0x70).v)}; }
-GZ_INLINE Bytes look_up(Bytes table, Bytes index) { return {_mm256_shuffle_epi8(table.v, index.v)}; }
-GZ_INLINE Bytes table_of(char a, char b, char c, char d, char e, char f, char g, char h, char i) {
-    return {_mm256_broadcastsi128_si256(_mm_setr_epi8(a, b, c, d, e, f, g, h, i, 0, 0, 0, 0, 0, 0, 0))};
+GZ_INLINE Bytes look_up(Table table, Bytes index) { return {_mm256_shuffle_epi8(table.v, index.v)}; }
+GZ_INLINE Table table_of(uint8_t a, uint8_t b, uint8_t c, uint8_t d, uint8_t e, uint8_t f, uint8_t g, uint8_t h, uint8_t i) {
+    return {_mm256_broadcastsi128_si256(_mm_setr_epi8(char(a), char(b), char(c), char(d), char(e), char(f), char(g), char(h), char(i), 0, 0, 0, 0, 0, 0, 0))};
 }
 
 // --- Chosen bytes ---
@@ -63,17 +68,16 @@ GZ_INLINE __m256i load_quarters(const uint8_t* a, const uint8_t* b) {
     const __m128i* low = reinterpret_cast<const __m128i*>(a);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1);
 }
-GZ_INLINE __m256i orders(const uint64_t table[256], uint32_t mask) {
-    auto pair = [&](uint32_t two) {
-        const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(table + (two & 255)));
-        return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(table + (two >> 8 & 255))));
+// Writes the bytes that are chosen, and up to 8 bytes behind them; returns their end.
+GZ_INLINE uint8_t* compress(uint8_t* out, Bytes bytes, Bytes chosen) {
+    const uint32_t mask = bits_of(chosen);
+    auto pair = [](uint32_t two) {
+        const __m128i first = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kByteOrders.front + (two & 255)));
+        return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), reinterpret_cast<const __m64*>(kByteOrders.front + (two >> 8 & 255))));
     };
-    const __m256i all = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(mask & 0xffff)), pair(mask >> 16), 1);
-    return _mm256_add_epi8(all, _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808));
-}
-// Writes those bytes whose bit in the mask is set, and up to 8 bytes behind them; returns their end.
-GZ_INLINE uint8_t* compress(uint8_t* out, Bytes bytes, uint32_t mask) {
-    const __m256i packed = _mm256_shuffle_epi8(bytes.v, orders(kByteOrders.front, mask));
+    const __m256i orders = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(mask & 0xffff)), pair(mask >> 16), 1);
+    const __m256i order = _mm256_add_epi8(orders, _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808));
+    const __m256i packed = _mm256_shuffle_epi8(bytes.v, order);
     const __m128 low = _mm_castsi128_ps(_mm256_castsi256_si128(packed)), high = _mm_castsi128_ps(_mm256_extracti128_si256(packed, 1));
     _mm_storel_pi(reinterpret_cast<__m64*>(out), low);
     _mm_storeh_pi(reinterpret_cast<__m64*>(out + _mm_popcnt_u32(mask & 0xff)), low);
@@ -81,7 +85,7 @@ GZ_INLINE uint8_t* compress(uint8_t* out, Bytes bytes, uint32_t mask) {
     _mm_storeh_pi(reinterpret_cast<__m64*>(out + _mm_popcnt_u32(mask & 0xffffff)), high);
     return out + _mm_popcnt_u32(mask);
 }
-// The reverse, with the mask as bytes: zeros where it has none. Reads up to 16 bytes behind the last one.
+// The reverse: zeros where none is chosen. Reads up to 16 bytes behind the last one.
 GZ_INLINE Bytes expand(const uint8_t* from, Bytes chosen) {
     __m256i count = chosen.v;  // counts down from 0 in each half
     count = _mm256_add_epi8(count, _mm256_slli_si256(count, 1));
@@ -114,14 +118,14 @@ GZ_INLINE void store_states(uint8_t* p, States s) {
 }
 // Shifts left by 0 to 8 bits: a multiplication, because there are no shifts of 16 bits by a count for each lane.
 GZ_INLINE States shift_left(States s, Bytes count) {
-    const Bytes low = look_up(table_of(1, 2, 4, 8, 16, 32, 64, char(128), 0), count);
+    const Bytes low = look_up(table_of(1, 2, 4, 8, 16, 32, 64, 128, 0), count);
     const Bytes high = look_up(table_of(0, 0, 0, 0, 0, 0, 0, 0, 1), count);
     return narrow(_mm256_mullo_epi16(_mm256_unpacklo_epi8(s.low.v, s.high.v), _mm256_unpacklo_epi8(low.v, high.v)),
                   _mm256_mullo_epi16(_mm256_unpackhi_epi8(s.low.v, s.high.v), _mm256_unpackhi_epi8(low.v, high.v)));
 }
 // What shift_right wants for a count of 1 to 8: a factor whose product has the result in its upper half. 0 is no shift.
 constexpr uint8_t right_shift(int count) { return uint8_t(1 << (8 - count)); }
-GZ_INLINE Bytes right_shifts(Bytes count) { return look_up(table_of(0, char(128), 64, 32, 16, 8, 4, 2, 1), count); }
+GZ_INLINE Bytes right_shifts(Bytes count) { return look_up(table_of(0, 128, 64, 32, 16, 8, 4, 2, 1), count); }
 GZ_INLINE States shift_right(States s, Bytes shift) {
     const __m256i zero = _mm256_setzero_si256();
     return narrow(_mm256_mulhi_epu16(_mm256_unpacklo_epi8(s.low.v, s.high.v), _mm256_unpacklo_epi8(zero, shift.v)),

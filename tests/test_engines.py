@@ -39,6 +39,7 @@ from identity import (
 from gradzip import Context, Floor, engines, parse, wire
 from gradzip.engines import reference
 from gradzip.engines.layout import BLOCK, DENSE, RAW, SEGMENT, SPARSE, Job, blocks_of, index_offset, segments_of
+from gradzip.engines.reference_values import symbols_of
 from gradzip.errors import CodecError, Corrupt, EngineError, Unsupported
 
 native = engines.load("native")
@@ -298,6 +299,24 @@ def test_incomplete_codes_are_refused(engine: ModuleType, code: str) -> None:
         table[0, : len(lengths)] = torch.tensor(lengths, dtype=torch.uint8)
         with pytest.raises(CodecError, match=r"complete code|above 8"):
             encode(engine, replace(case, lengths=table))
+
+
+@pytest.mark.parametrize(("base", "symbol", "exponent"), [(10, 245, 255), (250, 6, 1)])
+def test_codes_of_exponents_that_symbols_reach_by_wrapping_round(base: int, symbol: int, exponent: int) -> None:
+    bits = torch.full((2 * BLOCK + 77,), base << 23, dtype=torch.int32)
+    bits[40::64] = exponent << 23  # in none of the rows that the base comes from
+    lengths = torch.zeros(1, 256, dtype=torch.uint8)
+    lengths[0, [255, symbol]] = torch.tensor([1, 2], dtype=torch.uint8)
+    case = Case(bits.view(torch.float32), Job("lossless"), None, lengths, None)
+    symbols, found = symbols_of((bits[:BLOCK] >> 23).numpy())
+    assert found == base
+    assert symbol in symbols
+    check_identity(case)
+
+
+def test_a_code_that_consists_of_the_escape_alone() -> None:
+    case = make(Recipe((), BLOCK + 100, seed=3))
+    check_identity(replace(case, lengths=torch.zeros(segments_of(case.x.numel()), 256, dtype=torch.uint8)))
 
 
 # -- which engine runs -------------------------------------------------------------------------------------------------
