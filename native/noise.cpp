@@ -25,7 +25,7 @@ Table make_table(int number) {
             uint32_t reversed = 0;
             for (int b = 0; b < l; b++) reversed |= (code >> b & 1) << (l - 1 - b);
             t.low[pair] = uint8_t(reversed);
-            t.high[pair] = uint8_t(uint32_t(l) | (reversed >> 8) << 4);
+            t.high[pair] = uint8_t(uint32_t(l) << 4 | reversed >> 8);
             t.code[pair] = uint16_t(reversed);
             t.length[pair] = uint8_t(l);
             for (uint32_t rest = 0; rest < 1u << (kLimit - l); rest++) t.entry[reversed | rest << l] = uint16_t(l | pair << 8);
@@ -214,7 +214,7 @@ uint8_t* put_lanes(Work& w, uint8_t* block, int number, bool masked, uint8_t* pl
 // Encodes the block whose integers are in work.q, `count` of them, into `block`, which has kBlockRoom bytes. fill_wide puts
 // the same integers as floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
 template <typename FillWide>
-int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uint8_t* block, FillWide fill_wide) {
+int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWide fill_wide) {
     const int total = (count + kRow - 1) / kRow;
     uint64_t coded;
     uint64_t sum = use->scan(w.q, total, &coded);
@@ -241,7 +241,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
         const int low = low_bits(number);
         const Table& code = table(table_of(number));
         const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
-        use->encode_lanes(w.pairs, rows, code, ahead, w);
+        use->encode_lanes(w.pairs, rows, code, w);
         to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         if (escapes) {
             const int half = 1 << low >> 1;
@@ -290,7 +290,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
             w.pairs[i / 2] = uint8_t(i % 2 ? w.pairs[i / 2] | digit << 4 : digit);
             w.used[i] = int8_t(h);
         }
-        use->encode_lanes(w.pairs, rows, table(table_of(number)), ahead, w);
+        use->encode_lanes(w.pairs, rows, table(table_of(number)), w);
         to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         put_lists(w, rows, w.used, to, giants);
     }
@@ -462,13 +462,8 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
             done = span.at + span.n;
         });
         std::memset(w.q + done, 0, size_t((count + kRow - 1) / kRow * kRow - done));
-        Ahead ahead{};
-        if (block + 1 < blocks)  // where one part fills the next block
-            places.spans(parts, block + 1, [&](const Span& span) {
-                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4};
-            });
         const bool in_place = room - at >= kBlockRoom;
-        const int size = encode_block(w, count, use, ahead, in_place ? out + at : w.block, [&] {
+        const int size = encode_block(w, count, use, in_place ? out + at : w.block, [&] {
             std::fill(w.wide, w.wide + count, 0.0f);
             places.spans(parts, block, [&](const Span& span) {
                 const Rounding how = rounding_of(parts[span.part], coarser(levels[span.part], notch), span.first);
@@ -716,7 +711,8 @@ uint64_t gz_noise_bound(const gz_noise_part* parts, uint64_t count) {
 int64_t gz_noise_statistics_of(const gz_noise_part* parts, uint64_t count, gz_noise_statistics* out, int32_t threads) {
     if (!valid_parts(parts, count)) return GZ_BAD_ARGUMENT;
     FloatMode mode;
-    for (uint64_t i = 0; i < count; i++) statistics_of(parts[i], out + i, threads, noise::kernels());
+    // The last part first: the first ones are then still in the cache when they are encoded.
+    for (uint64_t i = count; i-- > 0;) statistics_of(parts[i], out + i, threads, noise::kernels());
     return 0;
 }
 

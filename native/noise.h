@@ -33,7 +33,7 @@ inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; 
 // One code, ready for both directions.
 struct alignas(64) Table {
     uint8_t low[256];      // of each pair: the low 8 bits of its code, first bit lowest
-    uint8_t high[256];     // length | the code's other bits << 4
+    uint8_t high[256];     // the code's other bits | length << 4
     uint16_t code[256];
     uint8_t length[256];
     uint16_t entry[1 << kLimit];  // by the next bits of a lane: length | pair << 8
@@ -78,15 +78,6 @@ struct alignas(64) Work {
     uint8_t block[kBlockRoom];
 };
 
-// Memory that is needed soon, fetched into the cache while lanes are coded: the memory would be idle otherwise.
-struct Ahead {
-    const uint8_t* from;  // NULL: nothing
-    int step;             // bytes with every row of a lane; a multiple of 64
-    inline void fetch(int row) const {
-        for (int i = 0; from && i < step; i += 64) __builtin_prefetch(from + row * step + i, 0, 2);
-    }
-};
-
 enum Delivery { kPut, kAdd, kDivide };
 
 // Where decoded values go.
@@ -112,7 +103,7 @@ struct Kernels {
     uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
     // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
-    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work);
+    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used.
     void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
     bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);

@@ -52,43 +52,45 @@ uint64_t weights(const int8_t* shape, uint64_t n) {
     return total;
 }
 
-inline __m256 powers(const int8_t* shape, int sign) {  // 2^(sign * shape) of 8 values
+inline __m256 times_power(__m256 x, const int8_t* shape, int sign) {  // x 2^(sign * shape), where that is a normal number
     const __m256i d = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(shape)));
-    const __m256i e = sign < 0 ? _mm256_sub_epi32(_mm256_set1_epi32(127), d) : _mm256_add_epi32(_mm256_set1_epi32(127), d);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+    const __m256i bits = _mm256_castps_si256(x), more = _mm256_slli_epi32(d, 23);
+    return _mm256_castsi256_ps(sign < 0 ? _mm256_sub_epi32(bits, more) : _mm256_add_epi32(bits, more));
 }
 
-// 8 integers. `folded` is the key with its upper half folded in, as the first step of the mix does it: the upper halves
-// of all indices here are equal.
-template <bool kShaped>
-inline __m256i round8(const uint8_t* x, const int8_t* shape, int i, __m256 scale, __m256i index, __m256i folded, __m256i add) {
-    __m256 t = _mm256_mul_ps(load_floats(x, i), scale);
-    if (kShaped) t = _mm256_mul_ps(t, powers(shape + i, -1));
-    const __m256 k = _mm256_floor_ps(t), above = _mm256_sub_ps(t, k);
-    __m256i h = _mm256_mullo_epi32(_mm256_xor_si256(index, folded), _mm256_set1_epi32(0x7feb352d));
-    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), _mm256_set1_epi32(int(0x846ca68bu)));
-    h = _mm256_add_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), add);
-    const __m256 least = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(h, 8)), _mm256_set1_ps(0x1p-24f), _mm256_set1_ps(1));
-    const __m256i up = _mm256_castps_si256(_mm256_cmp_ps(above, least, _CMP_GE_OQ));
-    return _mm256_sub_epi32(_mm256_cvttps_epi32(k), up);
+// 8 values in units of 2^-24 of an integer, as in noise_avx512.cpp.
+inline __m256i fixed8(__m256 x, __m256 scale) {
+    const __m256 t = _mm256_mul_ps(x, scale);
+    return _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_cvttps_epi32(t)), _mm256_castsi256_ps(_mm256_cvtps_epi32(t)), t));
+}
+
+inline __m256i draw8(__m256i h, __m256i add) {
+    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), _mm256_set1_epi32(int(kMixAgain)));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), add), 8);
 }
 
 template <bool kShaped>
 void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    const __m256 scale = _mm256_set1_ps(how.scale);
-    const __m256i add = _mm256_set1_epi32(int(how.add)), eight = _mm256_set1_epi32(8);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256 scale = _mm256_set1_ps(how.scale * 0x1p24f);
+    const __m256i add = _mm256_set1_epi32(int(how.add)), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int i = 0; i < n;) {
         const uint32_t first = how.first + uint32_t(i), left = 0x10000 - (first & 0xffff);
         const int end = int(left < uint32_t(n - i) ? i + int(left) : n), whole = i + (end - i) / 32 * 32;
-        const uint32_t high = (first ^ how.key) >> 16;
-        const __m256i folded = _mm256_set1_epi32(int(how.key ^ high));
-        __m256i index = _mm256_add_epi32(_mm256_set1_epi32(int(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        const uint32_t folded = how.key ^ (first ^ how.key) >> 16;
+        __m256i within[4];
+        for (int j = 0; j < 4; j++) {
+            const __m256i number = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * j));
+            within[j] = _mm256_mullo_epi32(_mm256_xor_si256(number, _mm256_set1_epi32(int(folded & 31))), _mm256_set1_epi32(int(kMix)));
+        }
         for (; i < whole; i += 32) {
+            fetch_ahead<kShaped>(x, how.shape, i);
+            const __m256i group = _mm256_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
             __m256i q[4];
             for (int j = 0; j < 4; j++) {
-                q[j] = round8<kShaped>(x, how.shape, i + 8 * j, scale, index, folded, add);
-                index = _mm256_add_epi32(index, eight);
+                const __m256 by = kShaped ? times_power(scale, how.shape + i + 8 * j, -1) : scale;
+                const __m256i fixed = fixed8(load_floats(x, i + 8 * j), by);
+                q[j] = _mm256_srai_epi32(_mm256_add_epi32(fixed, draw8(_mm256_add_epi32(group, within[j]), add)), 24);
             }
             const __m256i bytes = _mm256_permutevar8x32_epi32(
                 _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])), order);
@@ -103,7 +105,8 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
 }
 
 void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    if (how.shape) round_by<true>(x, n, how, at, work);
+    if (!in_fixed_point(how)) round_plain(x, 0, n, how, at, work);
+    else if (how.shape) round_by<true>(x, n, how, at, work);
     else round_by<false>(x, n, how, at, work);
 }
 
@@ -206,7 +209,7 @@ void deliver_by(const int8_t* q, int n, const Target& target) {
     for (; i + 8 <= n; i += 8) {
         __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
         v = _mm256_mul_ps(v, level);
-        if (kShaped) v = _mm256_mul_ps(v, powers(target.shape + i, 1));
+        if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), target.shape + i, 1));
         if (kTo == kAdd) v = _mm256_add_ps(load_floats(target.out, i), v);
         if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
         float* to = reinterpret_cast<float*>(target.out) + i;

@@ -48,48 +48,59 @@ uint64_t weights(const int8_t* shape, uint64_t n) {
     return total;
 }
 
-// 2^(sign * shape) of 16 values; the low 4 bits of a shape look it up.
-inline __m512 powers(const int8_t* shape, int sign) {
-    const __m512 up = _mm512_setr_ps(1, 0, 0, 0, 0x1p12f, 0x1p11f, 0x1p10f, 0x1p9f, 0x1p8f, 0x1p7f, 0x1p6f, 0x1p5f, 0x1p4f, 0x1p3f, 0x1p2f, 0x1p1f);
-    const __m512 down = _mm512_setr_ps(1, 0, 0, 0, 0x1p-12f, 0x1p-11f, 0x1p-10f, 0x1p-9f, 0x1p-8f, 0x1p-7f, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f,
-                                       0x1p-2f, 0x1p-1f);
-    const __m512i d = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape)));
-    return _mm512_permutexvar_ps(d, sign < 0 ? up : down);
+// 2^(sign * d) for shapes d = -12 to 0, by their low 4 bits.
+inline __m512 powers(int sign) {
+    alignas(64) float table[16] = {};
+    for (int d = -12; d <= 0; d++) table[d & 15] = power_of_two(sign * d);
+    return _mm512_load_ps(table);
 }
 
-// 16 integers. `folded` is the key with its upper half folded in, as the first step of the mix does it: the upper halves
-// of all indices here are equal.
-template <bool kShaped>
-inline __m512i round16(const uint8_t* x, const int8_t* shape, int i, __m512 scale, __m512i index, __m512i folded, __m512i add) {
-    __m512 t = _mm512_mul_ps(load_floats(x, i), scale);
-    if (kShaped) t = _mm512_mul_ps(t, powers(shape + i, -1));
-    const __m512 k = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), above = _mm512_sub_ps(t, k);
-    __m512i h = _mm512_mullo_epi32(_mm512_xor_si512(index, folded), _mm512_set1_epi32(0x7feb352d));
-    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), _mm512_set1_epi32(int(0x846ca68bu)));
-    h = _mm512_add_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), add);
-    const __m512 least = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(h, 8)), _mm512_set1_ps(0x1p-24f), _mm512_set1_ps(1));
-    const __mmask16 up = _mm512_cmp_ps_mask(above, least, _CMP_GE_OQ);
-    const __m512i q = _mm512_cvttps_epi32(k);
-    return _mm512_mask_sub_epi32(q, up, q, _mm512_set1_epi32(-1));
+// The low 4 bits of each of 16 shapes look up a number in a register.
+inline __m512 look_up_shape(const int8_t* shape, __m512 table) {
+    return _mm512_permutexvar_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape))), table);
+}
+
+// 16 values in units of 2^-24 of an integer; what is no int32 becomes -2^31, which is a giant.
+inline __m512i fixed16(__m512 x, __m512 scale) {
+    const __m512 t = _mm512_mul_ps(x, scale);
+    return _mm512_mask_cvtps_epi32(_mm512_cvttps_epi32(t), _mm512_movepi32_mask(_mm512_castps_si512(t)), t);
+}
+
+// 16 draws of 24 bits; the first product of the mix is given.
+inline __m512i draw16(__m512i h, __m512i add) {
+    h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), _mm512_set1_epi32(int(kMixAgain)));
+    return _mm512_srli_epi32(_mm512_add_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 16)), add), 8);
 }
 
 template <bool kShaped>
 void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    const __m512 scale = _mm512_set1_ps(how.scale);
-    const __m512i add = _mm512_set1_epi32(int(how.add)), sixteen = _mm512_set1_epi32(16);
-    const __m512i ascending = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 scale = _mm512_set1_ps(how.scale * 0x1p24f), scales = _mm512_mul_ps(scale, powers(-1));
+    const __m512i add = _mm512_set1_epi32(int(how.add));
+    __m512i number[2], top;
+    {
+        alignas(64) uint8_t place[64];
+        alignas(64) uint32_t count[32];
+        for (int i = 0; i < 64; i++) place[i] = uint8_t(4 * i + 3);
+        for (int i = 0; i < 32; i++) count[i] = uint32_t(i);
+        top = _mm512_load_si512(place);
+        for (int j = 0; j < 2; j++) number[j] = _mm512_load_si512(count + 16 * j);
+    }
     for (int i = 0; i < n;) {
         const uint32_t first = how.first + uint32_t(i), left = 0x10000 - (first & 0xffff);
         const int end = int(left < uint32_t(n - i) ? i + int(left) : n), whole = i + (end - i) / 32 * 32;
-        const uint32_t high = (first ^ how.key) >> 16;
-        const __m512i folded = _mm512_set1_epi32(int(how.key ^ high));
-        __m512i index = _mm512_add_epi32(_mm512_set1_epi32(int(first)), ascending);
+        const uint32_t folded = how.key ^ (first ^ how.key) >> 16;
+        __m512i within[2];
+        for (int j = 0; j < 2; j++)
+            within[j] = _mm512_mullo_epi32(_mm512_xor_si512(number[j], _mm512_set1_epi32(int(folded & 31))), _mm512_set1_epi32(int(kMix)));
         for (; i < whole; i += 32) {
-            const __m512i a = round16<kShaped>(x, how.shape, i, scale, index, folded, add);
-            index = _mm512_add_epi32(index, sixteen);
-            const __m512i b = round16<kShaped>(x, how.shape, i + 16, scale, index, folded, add);
-            index = _mm512_add_epi32(index, sixteen);
-            const __m256i bytes = _mm256_set_m128i(_mm512_cvtsepi32_epi8(b), _mm512_cvtsepi32_epi8(a));
+            const __m512i group = _mm512_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
+            fetch_ahead<kShaped>(x, how.shape, i);
+            __m512i q[2];
+            for (int j = 0; j < 2; j++) {
+                const __m512 by = kShaped ? look_up_shape(how.shape + i + 16 * j, scales) : scale;
+                q[j] = _mm512_add_epi32(fixed16(load_floats(x, i + 16 * j), by), draw16(_mm512_add_epi32(group, within[j]), add));
+            }
+            const __m256i bytes = _mm512_castsi512_si256(_mm512_permutex2var_epi8(q[0], top, q[1]));
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(work.q + at + i), bytes);
             const __mmask32 giant = _mm256_cmpgt_epu8_mask(_mm256_add_epi8(bytes, _mm256_set1_epi8(kNarrowMost)),
                                                            _mm256_set1_epi8(char(2 * kNarrowMost)));
@@ -101,7 +112,8 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
 }
 
 void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    if (how.shape) round_by<true>(x, n, how, at, work);
+    if (!in_fixed_point(how)) round_plain(x, 0, n, how, at, work);
+    else if (how.shape) round_by<true>(x, n, how, at, work);
     else round_by<false>(x, n, how, at, work);
 }
 
@@ -163,9 +175,17 @@ inline __m512i look_up(const __m512i* table, __m512i index, __mmask64 upper) {
 // Eight lanes that take bits in turn; a lane holds up to 7 bits between its turns.
 struct Writers {
     __m512i held, bits, to;
-    inline void push(__m512i code, __m512i length) {
-        held = _mm512_or_si512(held, _mm512_sllv_epi64(code, bits));
-        bits = _mm512_add_epi64(bits, length);
+
+    // Takes four codes of each lane, 16 bits each: length << 12 | code.
+    inline void push(__m512i four) {
+        const __m512i low32 = _mm512_set1_epi64(0xffffffff), one = _mm512_set1_epi16(1);
+        const __m512i code = _mm512_and_si512(four, _mm512_set1_epi16(0xfff)), length = _mm512_srli_epi16(four, 12);
+        // By twos: the second code is multiplied by 2 to the length of the first.
+        const __m512i codes = _mm512_madd_epi16(code, _mm512_sllv_epi16(one, _mm512_slli_epi32(length, 16)));
+        const __m512i lengths = _mm512_madd_epi16(length, one), first = _mm512_and_si512(lengths, low32);
+        const __m512i all = _mm512_or_si512(_mm512_and_si512(codes, low32), _mm512_sllv_epi64(_mm512_srli_epi64(codes, 32), first));
+        held = _mm512_or_si512(held, _mm512_sllv_epi64(all, bits));
+        bits = _mm512_add_epi64(bits, _mm512_add_epi64(first, _mm512_srli_epi64(lengths, 32)));
         alignas(64) uint64_t word[8], place[8];
         _mm512_store_si512(word, held);
         _mm512_store_si512(place, to);
@@ -176,53 +196,34 @@ struct Writers {
     }
 };
 
-// Lane 2j is element j of the first writers, lane 2j + 1 of the second. A row is one register of pairs, four to a lane.
-void encode_lanes(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work) {
+// A row is one register of pairs, four to a lane. Interleaving bytes leaves lanes 0, 1, 4, 5, ... to the first writers and
+// lanes 2, 3, 6, 7, ... to the second.
+void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work) {
     __m512i low[4], high[4];
     for (int j = 0; j < 4; j++) {
         low[j] = _mm512_loadu_si512(table.low + 64 * j);
         high[j] = _mm512_loadu_si512(table.high + 64 * j);
     }
-    alignas(64) uint64_t start[2][8];
-    for (int lane = 0; lane < kLanes; lane++) start[lane % 2][lane / 2] = reinterpret_cast<uint64_t>(work.lanes[lane]);
-    Writers even{_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_load_si512(start[0])};
-    Writers odd{_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_load_si512(start[1])};
-    const __m512i low16 = _mm512_set1_epi32(0xffff), low32 = _mm512_set1_epi64(0xffffffff);
-    for (int r = 0; r < rows; r++) {
-        ahead.fetch(r);
-        const __m512i four = _mm512_loadu_si512(pairs + r * (kRow / 2));
-        const __mmask64 upper = _mm512_movepi8_mask(four);
-        const __m512i a = look_up(low, four, upper), b = look_up(high, four, upper);
-        // Of pairs 0 and 2 of each lane, and of pairs 1 and 3: codes and lengths in 16 bits
-        const __m512i code02 = _mm512_or_si512(_mm512_and_si512(a, _mm512_set1_epi16(0xff)),
-                                               _mm512_slli_epi16(_mm512_and_si512(b, _mm512_set1_epi16(0xf0)), 4));
-        const __m512i code13 = _mm512_or_si512(_mm512_srli_epi16(a, 8),
-                                               _mm512_srli_epi16(_mm512_and_si512(b, _mm512_set1_epi16(short(0xf000))), 4));
-        const __m512i length02 = _mm512_and_si512(b, _mm512_set1_epi16(15));
-        const __m512i length13 = _mm512_and_si512(_mm512_srli_epi16(b, 8), _mm512_set1_epi16(15));
-        const __m512i length = _mm512_add_epi16(length02, length13);
-        // Pairs 0 and 1 of each lane, and pairs 2 and 3: in 32 bits
-        const __m512i code01 = _mm512_or_si512(
-            _mm512_and_si512(code02, low16), _mm512_sllv_epi32(_mm512_and_si512(code13, low16), _mm512_and_si512(length02, low16)));
-        const __m512i code23 = _mm512_or_si512(
-            _mm512_srli_epi32(code02, 16), _mm512_sllv_epi32(_mm512_srli_epi32(code13, 16), _mm512_srli_epi32(length02, 16)));
-        const __m512i length01 = _mm512_and_si512(length, low16);
-        const __m512i total = _mm512_add_epi32(length01, _mm512_srli_epi32(length, 16));
-        // All four: in 64 bits
-        even.push(_mm512_or_si512(_mm512_and_si512(code01, low32),
-                                  _mm512_sllv_epi64(_mm512_and_si512(code23, low32), _mm512_and_si512(length01, low32))),
-                  _mm512_and_si512(total, low32));
-        odd.push(_mm512_or_si512(_mm512_srli_epi64(code01, 32),
-                                 _mm512_sllv_epi64(_mm512_srli_epi64(code23, 32), _mm512_srli_epi64(length01, 32))),
-                 _mm512_srli_epi64(total, 32));
-    }
-    alignas(64) uint64_t end[2][8], bits[2][8];
-    _mm512_store_si512(end[0], even.to);
-    _mm512_store_si512(end[1], odd.to);
-    _mm512_store_si512(bits[0], even.bits);
-    _mm512_store_si512(bits[1], odd.bits);
+    alignas(64) uint64_t start[2][8], end[2][8], bits[2][8];
     for (int lane = 0; lane < kLanes; lane++)
-        work.length[lane] = int(end[lane % 2][lane / 2] - start[lane % 2][lane / 2]) + (bits[lane % 2][lane / 2] != 0);
+        start[lane / 2 % 2][lane / 4 * 2 + lane % 2] = reinterpret_cast<uint64_t>(work.lanes[lane]);
+    Writers writers[2];
+    for (int j = 0; j < 2; j++) writers[j] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_load_si512(start[j])};
+    for (int r = 0; r < rows; r++) {
+        const __m512i row = _mm512_loadu_si512(pairs + r * (kRow / 2));
+        const __mmask64 upper = _mm512_movepi8_mask(row);
+        const __m512i a = look_up(low, row, upper), b = look_up(high, row, upper);
+        writers[0].push(_mm512_unpacklo_epi8(a, b));
+        writers[1].push(_mm512_unpackhi_epi8(a, b));
+    }
+    for (int j = 0; j < 2; j++) {
+        _mm512_store_si512(end[j], writers[j].to);
+        _mm512_store_si512(bits[j], writers[j].bits);
+    }
+    for (int lane = 0; lane < kLanes; lane++) {
+        const int j = lane / 2 % 2, k = lane / 4 * 2 + lane % 2;
+        work.length[lane] = int(end[j][k] - start[j][k]) + (bits[j][k] != 0);
+    }
 }
 
 template <int kLow>
@@ -254,13 +255,13 @@ bool unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t
 
 template <bool kShaped, Delivery kTo>
 void deliver_by(const int8_t* q, int n, const Target& target) {
-    const __m512 level = _mm512_set1_ps(target.level), divisor = _mm512_set1_ps(target.divisor);
+    const __m512 level = _mm512_set1_ps(target.level), divisor = _mm512_set1_ps(target.divisor), power = powers(1);
     const bool stream = target.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(target.out) % 64 == 0;
     int i = 0;
     for (; i + 16 <= n; i += 16) {
         __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
         v = _mm512_mul_ps(v, level);
-        if (kShaped) v = _mm512_mul_ps(v, powers(target.shape + i, 1));
+        if (kShaped) v = _mm512_mul_ps(v, look_up_shape(target.shape + i, power));
         if (kTo == kAdd) v = _mm512_add_ps(load_floats(target.out, i), v);
         if (kTo == kDivide) v = _mm512_div_ps(v, divisor);
         float* to = reinterpret_cast<float*>(target.out) + i;

@@ -261,6 +261,29 @@ def test_rounding_by_hand() -> None:
         assert q[i] == k + (int((t - k) * np.float32(1 << 24)) + h24 >= 1 << 24)
 
 
+@pytest.mark.parametrize("start", [0, 65_472, 5])
+@pytest.mark.parametrize("depth", [None, 0, 5, 12])
+def test_values_between_two_draws_round_as_the_format_says(start: int, depth: int | None) -> None:
+    """t is a fraction of 2^-24 away from where the draw decides, on either side of 0: engines compute there as they like."""
+    count = 4096
+    shape = None if depth is None else torch.full((count,), -depth, dtype=torch.int8)
+    key = layout.key_of(3, 4, "w", "own", start)
+    part = Part(torch.zeros(count), 1.0, shape, start, key, 999)
+    draws = reference_noise.draws(part).astype(np.float64)
+    for beyond in (-1, -0.5, -0.25, -0.125, 0, 0.125, 0.25, 0.5, 1):
+        for t in (beyond - draws, beyond + (1 << 24) - draws):
+            x = (t * 2.0 ** -(24 + (depth or 0))).astype(np.float32)
+            encoded([Part(torch.from_numpy(x), 1.0, shape, start, key, 999)])
+
+
+@pytest.mark.parametrize("level", [2.0**-126, 2.0**-92, 2.0**-85, 2.0**-70, 2.0**95, 2.0**110, 2.0**127])
+def test_levels_near_the_ends_of_float32_round_as_the_format_says(level: float) -> None:
+    count = 4096
+    x = (torch.randn(count, generator=generator(3)).double() * level * 3).float()
+    encoded([Part(x, level, None, 0, 12345)])
+    encoded([Part(x / 4096, level, torch.full((count,), -12, dtype=torch.int8), 0, 12345)])
+
+
 def test_keys_by_hand() -> None:
     """docs/format.md, "Draws": the name is hashed once, a step changes the key by integer operations."""
 
