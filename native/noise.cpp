@@ -312,8 +312,8 @@ struct Block {
     int error;
 };
 
-// Reads a block of `count` values into work.q and work.giants, or into work.wide. kOverrun bytes behind it are readable.
-Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const Kernels* use) {
+// Reads a block of `count` values into `to_q` and work.giants, or into work.wide. kOverrun bytes behind it are readable.
+Block decode_block(const uint8_t* data, uint64_t size, int count, int8_t* to_q, Work& w, const Kernels* use, Behind& behind) {
     w.giant_count = 0;
     if (size == 0) return {kZeros, 0};
     if (size < kBlockHead) return {kBad, GZ_NOISE_BLOCK};
@@ -349,19 +349,17 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const
         place += uint64_t(length[j]);
     }
     uint64_t bits[kLanes];
-    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits);
+    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits, behind);
     for (int j = 0; j < kLanes; j++)
         if ((bits[j] + 7) / 8 != uint64_t(length[j])) return {kBad, GZ_NOISE_LANES};
     const int reach = kReaches[table_of(number)], half = 1 << low >> 1;
     const uint8_t *escape = data + place, *end = data + size;
     if (number < kWide) {
-        int8_t* q = rows == total ? w.q : w.used;
-        const bool escapes = use->unpack(w.entries, rows, low, reach, data + planes, q, w.escaped);
+        int8_t* q = rows == total ? to_q : w.used;
+        const int escapes = use->unpack(w.entries, rows, low, reach, data + planes, q, w.escaped);
         if (escapes) {
-            uint64_t left_of = 0;
-            for (int g = 0; g < 2 * rows; g++) left_of += uint64_t(__builtin_popcountll(w.escaped[g]));
-            if (left_of > uint64_t(end - escape)) return {kBad, GZ_NOISE_LISTS};
-            const uint8_t* giant = escape + left_of;
+            if (escapes > end - escape) return {kBad, GZ_NOISE_LISTS};
+            const uint8_t* giant = escape + escapes;
             int row = 0;
             uint64_t rows_left = coded;
             for (int g = 0; g < 2 * rows; g++) {
@@ -386,9 +384,9 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const
         }
         if (escape != end) return {kBad, GZ_NOISE_LISTS};
         if (rows != total) {
-            std::memset(w.q, 0, size_t(total * kRow));
+            std::memset(to_q, 0, size_t(total * kRow));
             const int8_t* next = w.used;
-            for (uint64_t left = coded; left; left &= left - 1, next += kRow) std::memcpy(w.q + __builtin_ctzll(left) * kRow, next, kRow);
+            for (uint64_t left = coded; left; left &= left - 1, next += kRow) std::memcpy(to_q + __builtin_ctzll(left) * kRow, next, kRow);
         }
         return {kNarrow, 0};
     }
@@ -568,6 +566,7 @@ void deliver_one(float q, const Target& target, int i) {
     float value = q * target.level;
     if (target.shape) value *= as_float(uint32_t(127 + target.shape[i]) << 23);
     if (value != value) value = as_float(kNaN);
+    if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
     put_value(target.out, i, value);
@@ -577,12 +576,39 @@ void deliver_constant(float value, const Target& target, int n) {
     for (int i = 0; i < n; i++) put_value(target.out, i, target.delivery == kAdd ? value_at<float>(target.out, i) + value : value);
 }
 
-// One block into the places of its values; to(span) says where those of a span are.
+// What is still to be delivered of the block before.
+void finish(Behind& behind, const Kernels* use) {
+    if (!behind.q) return;
+    Target target = behind.target;
+    target.out += 4 * behind.done;
+    if (target.shape) target.shape += behind.done;
+    use->deliver(behind.q + behind.done, kBlock - behind.done, target);
+    behind = {};
+}
+
+// How a frame is decoded.
+struct Decoding {
+    Delivery delivery;
+    float factor, divisor;
+    bool stream;
+
+    static Decoding by(uint32_t divisor, bool stream) {
+        if ((divisor & (divisor - 1)) == 0) return {kPut, 1.0f / float(divisor), 1, stream};  // exact, and faster
+        return {kDivide, 1, float(divisor), stream};
+    }
+    static Decoding adding() { return {kAdd, 1, 1, false}; }
+};
+
+// One block into the places of its values; to(span) says where those of a span are. A block that goes to one place may be
+// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns.
 template <typename To>
-int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, Delivery delivery, float divisor,
-              bool stream, const Kernels* use, To to) {
+int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, const Decoding& how, const Kernels* use,
+              Behind* behind, To to) {
     Work& w = work();
     Block form{kZeros, 0};
+    Behind none{}, &before = behind ? *behind : none;
+    int8_t* q = before.q == w.q ? w.other : w.q;
+    w.giant_count = 0;
     if (!body.poisoned) {
         const uint8_t* data = body.data + body.offset[block];
         const uint64_t size = body.offset[block + 1] - body.offset[block];
@@ -594,16 +620,17 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
         }
         if (block + 2 < body.offset.size())  // the next one: its lanes are too short for the processor to guess ahead
             for (uint64_t at = body.offset[block + 1]; at < body.offset[block + 2]; at += 64) __builtin_prefetch(body.data + at);
-        form = decode_block(data, size, places.count(block), w, use);
+        form = decode_block(data, size, places.count(block), q, w, use, before);
         if (form.form == kBad) return form.error;
-        if (form.form == kZeros && delivery == kAdd) std::memset(w.q, 0, sizeof w.q);
+        if (form.form == kZeros && how.delivery == kAdd) std::memset(q, 0, sizeof w.q);
     }
+    finish(before, use);
     int giant = 0;
     places.spans(parts, block, [&](const Span& span) {
         const gz_noise_part& part = parts[span.part];
         const float nominal = body.levels[span.part];
-        const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), delivery, divisor,
-                            stream};
+        const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), how.delivery,
+                            how.factor, how.divisor, how.stream};
         while (giant < w.giant_count && w.giants[giant].at < span.at) giant++;  // in a gap
         if (nominal != nominal) return deliver_constant(as_float(kNaN), target, span.n);
         if (nominal == 0) return deliver_constant(0.0f, target, span.n);
@@ -611,11 +638,15 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
             for (int i = 0; i < span.n; i++) deliver_one(w.wide[span.at + i], target, i);
             return;
         }
-        if (form.form == kZeros && delivery != kAdd) {
+        if (form.form == kZeros && how.delivery != kAdd) {
             std::memset(target.out, 0, size_t(span.n) * 4);
             return;
         }
-        use->deliver(w.q + span.at, span.n, target);
+        if (behind && span.n == kBlock && how.delivery == kPut && !w.giant_count) {
+            *behind = {q, target, 0};
+            return;
+        }
+        use->deliver(q + span.at, span.n, target);
         for (; giant < w.giant_count && w.giants[giant].at < span.at + span.n; giant++)
             deliver_one(w.giants[giant].q, target, w.giants[giant].at - span.at);
     });
@@ -745,16 +776,18 @@ int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, con
     noise::Body body;
     if (int error = body.read(frame, size, framed != 0, places, expected)) return error;
     const bool stream = !add && places.values() * 4 >= kStreamBytes;
-    const Delivery delivery = add ? kAdd : divisor == 1 ? kPut : kDivide;
+    const Decoding how = add ? Decoding::adding() : Decoding::by(divisor, stream);
     const std::vector<uint64_t> bounds = shares(places.blocks(), threads);
     std::vector<int> error(bounds.size() - 1, 0);
     const noise::Kernels* use = noise::kernels();
     run_parts(bounds.size() - 1, [&](size_t k) {
         FloatMode mode;
+        Behind behind{};
         for (uint64_t block = bounds[k]; block < bounds[k + 1] && !error[k]; block++)
-            error[k] = decode_to(body, parts, places, block, delivery, float(divisor), stream, use, [&](const Span& span) {
+            error[k] = decode_to(body, parts, places, block, how, use, &behind, [&](const Span& span) {
                 return reinterpret_cast<uint8_t*>(parts[span.part].values + span.first);
             });
+        finish(behind, use);
     });
     for (int e : error)
         if (e) return e;
@@ -793,13 +826,14 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
                 *failed = t;
                 auto to = [&](const Span& span) { return reinterpret_cast<uint8_t*>(w.sum + span.at); };
                 if (!terms[t].parts) {
-                    if (int e = decode_to(bodies[t], frame->parts, places, block, t ? kAdd : kPut, 1, false, use, to)) return e;
+                    const Decoding how = t ? Decoding::adding() : Decoding::by(1, false);
+                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, to)) return e;
                     continue;
                 }
                 places.spans(frame->parts, block, [&](const Span& span) {
                     const uint8_t* x = reinterpret_cast<const uint8_t*>(terms[t].parts[span.part].values + span.first);
-                    if (!t) std::memcpy(w.sum + span.at, x, size_t(span.n) * 4);
-                    for (int i = 0; t && i < span.n; i++) w.sum[span.at + i] += value_at<float>(x, i);
+                    if (t) use->accumulate(x, span.n, w.sum + span.at);
+                    else std::memcpy(w.sum + span.at, x, size_t(span.n) * 4);
                 });
             }
             return 0;

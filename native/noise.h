@@ -57,6 +57,8 @@ struct Giant {
 struct alignas(64) Work {
     int8_t q[kBlock];               // integers; kGiant for giants
     GZ_GUARD(1)
+    int8_t other[kBlock];           // those of the block before, while they are delivered
+    GZ_GUARD(10)
     int8_t used[kBlock];            // those of the coded rows
     GZ_GUARD(2)
     uint8_t pairs[kBlock / 2];
@@ -86,8 +88,17 @@ struct Target {
     const int8_t* shape;    // NULL: none
     float level;            // in use; neither 0 nor NaN
     Delivery delivery;
-    float divisor;
+    float factor;           // what kPut multiplies by: 1, or 1 / divisor where that is a power of two
+    float divisor;          // what kDivide divides by
     bool stream;            // bypass the cache
+};
+
+// A block whose integers are all there, and whose delivery fills the time in which the lanes of the next one are decoded:
+// those keep the integer units busy, delivery needs vectors and the memory.
+struct Behind {
+    const int8_t* q;  // kBlock of them; NULL: there is none
+    Target target;    // with kPut
+    int done;         // values that are delivered
 };
 
 // The functions that exist once per instruction set.
@@ -104,10 +115,13 @@ struct Kernels {
     // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
     void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
-    // Reads all lanes into entries of the table; `bits` says how many each has used.
-    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
-    bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
+    // Reads all lanes into entries of the table; `bits` says how many each has used. Delivers some of `behind` meanwhile.
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits,
+                         Behind& behind);
+    // Entries become integers. Returns how many are escapes.
+    int (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
     void (*deliver)(const int8_t* q, int n, const Target& target);
+    void (*accumulate)(const uint8_t* x, int n, float* sum);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();

@@ -9,48 +9,11 @@ namespace {
 namespace avx2 {
 
 #include "noise_plain.h"
+#include "noise_x86.h"
 
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline __m256 load_floats(const uint8_t* x, int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + i); }
-
-double squares(const uint8_t* x, int n) {
-    if (n % 32) return squares_plain(x, n);
-    __m256d lane[8];
-    for (__m256d& l : lane) l = _mm256_setzero_pd();
-    for (int i = 0; i < n; i += 32)
-        for (int j = 0; j < 8; j++) {
-            const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(reinterpret_cast<const float*>(x) + i + 4 * j));
-            lane[j] = _mm256_fmadd_pd(v, v, lane[j]);  // a square of a float32 is exact, so that this is no other sum
-        }
-    for (int half = 4; half; half /= 2)
-        for (int j = 0; j < half; j++) lane[j] = _mm256_add_pd(lane[j], lane[j + half]);
-    double last[4];
-    _mm256_storeu_pd(last, lane[0]);
-    return (last[0] + last[2]) + (last[1] + last[3]);
-}
-
-uint64_t weights(const int8_t* shape, uint64_t n) {
-    // Byte b of 4^j for j = 0 to 12, which is what a shape plus 12 looks up.
-    const __m256i table[4] = {_mm256_broadcastsi128_si256(_mm_setr_epi8(1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))};
-    const __m256i zero = _mm256_setzero_si256(), deepest = _mm256_set1_epi8(-12);
-    __m256i sum[4] = {zero, zero, zero, zero};
-    uint64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
-        const __m256i d = _mm256_min_epi8(_mm256_max_epi8(load256(shape + i), deepest), zero), j = _mm256_sub_epi8(d, deepest);
-        for (int b = 0; b < 4; b++) sum[b] = _mm256_add_epi64(sum[b], _mm256_sad_epu8(_mm256_shuffle_epi8(table[b], j), zero));
-    }
-    uint64_t total = weights_plain(shape + i, n - i);
-    for (int b = 0; b < 4; b++) {
-        uint64_t part[4];
-        store256(part, sum[b]);
-        total += (part[0] + part[1] + part[2] + part[3]) << (8 * b);
-    }
-    return total;
-}
 
 inline __m256 times_power(__m256 x, const int8_t* shape, int sign) {  // x 2^(sign * shape), where that is a normal number
     const __m256i d = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(shape)));
@@ -104,12 +67,6 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
     }
 }
 
-void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    if (!in_fixed_point(how)) round_plain(x, 0, n, how, at, work);
-    else if (how.shape) round_by<true>(x, n, how, at, work);
-    else round_by<false>(x, n, how, at, work);
-}
-
 uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
     __m256i total = _mm256_setzero_si256();
     uint64_t mask = 0;
@@ -157,21 +114,12 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
     return any != 0;
 }
 
-bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
-    switch (low) {
-        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
-        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
-        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
-        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
-    }
-}
-
 template <int kLow>
-bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const __m256i less = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     const __m256i single = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
-    uint64_t any = 0;
+    int escapes = 0;
     for (int g = 0; g < 2 * rows; g++) {
         uint64_t mask = 0;
         for (int j = 0; j < 2; j++) {
@@ -187,56 +135,54 @@ bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plan
             store256(q + 64 * g + 32 * j, _mm256_sub_epi8(v, less));
         }
         escaped[g] = mask;
-        any |= mask;
+        escapes += __builtin_popcountll(mask);
     }
-    return any != 0;
+    return escapes;
 }
 
-bool unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
-    switch (low) {
-        case 0: return unpack_by<0>(entries, rows, reach, planes, q, escaped);
-        case 1: return unpack_by<1>(entries, rows, reach, planes, q, escaped);
-        case 2: return unpack_by<2>(entries, rows, reach, planes, q, escaped);
-        default: return unpack_by<3>(entries, rows, reach, planes, q, escaped);
+// Decoded values, a register at a time.
+template <bool kShaped, Delivery kTo>
+struct Delivering {
+    const __m256 level, factor, divisor;
+    const int8_t* const shape;
+    float* const out;
+    const bool stream;
+    explicit Delivering(const Target& t)
+        : level(_mm256_set1_ps(t.level)), factor(_mm256_set1_ps(t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape),
+          out(reinterpret_cast<float*>(t.out)), stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0) {}
+
+    template <int kCount>
+    inline void some(const int8_t* q, int at) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; i += 8) {
+            __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
+            v = _mm256_mul_ps(v, level);
+            if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), shape + at + i, 1));
+            if (kTo == kPut) v = _mm256_mul_ps(v, factor);
+            if (kTo == kAdd) v = _mm256_add_ps(_mm256_loadu_ps(out + at + i), v);
+            if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
+            if (stream) _mm256_stream_ps(out + at + i, v);
+            else _mm256_storeu_ps(out + at + i, v);
+        }
     }
-}
+};
 
 template <bool kShaped, Delivery kTo>
 void deliver_by(const int8_t* q, int n, const Target& target) {
-    const __m256 level = _mm256_set1_ps(target.level), divisor = _mm256_set1_ps(target.divisor);
-    const bool stream = target.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(target.out) % 32 == 0;
+    const Delivering<kShaped, kTo> delivering(target);
     int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
-        v = _mm256_mul_ps(v, level);
-        if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), target.shape + i, 1));
-        if (kTo == kAdd) v = _mm256_add_ps(load_floats(target.out, i), v);
-        if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
-        float* to = reinterpret_cast<float*>(target.out) + i;
-        if (stream) _mm256_stream_ps(to, v);
-        else _mm256_storeu_ps(to, v);
-    }
+    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
     deliver_plain(q, i, n, target);
 }
 
-template <bool kShaped>
-void deliver_shaped(const int8_t* q, int n, const Target& target) {
-    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
-    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
-    else deliver_by<kShaped, kDivide>(q, n, target);
-}
-
-void deliver(const int8_t* q, int n, const Target& target) {
-    if (target.shape) deliver_shaped<true>(q, n, target);
-    else deliver_shaped<false>(q, n, target);
-}
+#include "noise_vectors.h"
 
 }  // namespace avx2
 }  // namespace
 
 const Kernels* avx2_kernels() {
     static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
-                                 avx2::decode_lanes_by<8>, avx2::unpack, avx2::deliver};
+                                 avx2::decode_lanes, avx2::unpack, avx2::deliver, avx2::accumulate_plain};
     return &kernels;
 }
 

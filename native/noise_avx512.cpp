@@ -9,44 +9,9 @@ namespace {
 namespace avx512 {
 
 #include "noise_plain.h"
+#include "noise_x86.h"
 
 inline __m512 load_floats(const uint8_t* x, int i) { return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + i); }
-
-double squares(const uint8_t* x, int n) {
-    if (n % 32) return squares_plain(x, n);
-    __m512d lane[4];
-    for (__m512d& l : lane) l = _mm512_setzero_pd();
-    for (int i = 0; i < n; i += 32)
-        for (int j = 0; j < 4; j++) {
-            const __m512d v = _mm512_cvtps_pd(_mm256_loadu_ps(reinterpret_cast<const float*>(x) + i + 8 * j));
-            lane[j] = _mm512_fmadd_pd(v, v, lane[j]);  // a square of a float32 is exact, so that this is no other sum
-        }
-    const __m512d eight = _mm512_add_pd(_mm512_add_pd(lane[0], lane[2]), _mm512_add_pd(lane[1], lane[3]));
-    double last[8];
-    _mm512_storeu_pd(last, eight);
-    for (int half = 4; half; half /= 2)
-        for (int j = 0; j < half; j++) last[j] += last[j + half];
-    return last[0];
-}
-
-uint64_t weights(const int8_t* shape, uint64_t n) {
-    // Byte b of 4^j for j = 0 to 12, which is what a shape plus 12 looks up.
-    const __m512i table[4] = {_mm512_broadcast_i32x4(_mm_setr_epi8(1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0)),
-                              _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))};
-    const __m512i zero = _mm512_setzero_si512(), deepest = _mm512_set1_epi8(-12);
-    __m512i sum[4] = {zero, zero, zero, zero};
-    uint64_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        const __m512i d = _mm512_min_epi8(_mm512_max_epi8(_mm512_loadu_si512(shape + i), deepest), zero);
-        const __m512i j = _mm512_sub_epi8(d, deepest);
-        for (int b = 0; b < 4; b++) sum[b] = _mm512_add_epi64(sum[b], _mm512_sad_epu8(_mm512_shuffle_epi8(table[b], j), zero));
-    }
-    uint64_t total = weights_plain(shape + i, n - i);
-    for (int b = 0; b < 4; b++) total += uint64_t(_mm512_reduce_add_epi64(sum[b])) << (8 * b);
-    return total;
-}
 
 // 2^(sign * d) for shapes d = -12 to 0, by their low 4 bits.
 inline __m512 powers(int sign) {
@@ -111,12 +76,6 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
     }
 }
 
-void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    if (!in_fixed_point(how)) round_plain(x, 0, n, how, at, work);
-    else if (how.shape) round_by<true>(x, n, how, at, work);
-    else round_by<false>(x, n, how, at, work);
-}
-
 uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
     __m512i total = _mm512_setzero_si512();
     uint64_t mask = 0;
@@ -155,15 +114,6 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
         any |= out;
     }
     return any != 0;
-}
-
-bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
-    switch (low) {
-        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
-        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
-        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
-        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
-    }
 }
 
 // 64 look-ups in a table of 256 bytes; `upper` says which indices are 128 and above.
@@ -227,9 +177,9 @@ void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work
 }
 
 template <int kLow>
-bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const __m512i less = _mm512_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
-    uint64_t any = 0;
+    int escapes = 0;
     for (int g = 0; g < 2 * rows; g++) {
         const __m512i pair = _mm512_srli_epi16(_mm512_loadu_si512(entries + 32 * g), 8);
         const __m512i digit = _mm512_and_si512(_mm512_or_si512(pair, _mm512_slli_epi16(pair, 4)), _mm512_set1_epi8(15));
@@ -239,56 +189,55 @@ bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plan
             v = _mm512_mask_add_epi8(v, load64(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8), v, _mm512_set1_epi8(char(1 << b)));
         _mm512_storeu_si512(q + 64 * g, _mm512_sub_epi8(v, less));
         escaped[g] = out;
-        any |= out;
+        escapes += __builtin_popcountll(out);
     }
-    return any != 0;
+    return escapes;
 }
 
-bool unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
-    switch (low) {
-        case 0: return unpack_by<0>(entries, rows, reach, planes, q, escaped);
-        case 1: return unpack_by<1>(entries, rows, reach, planes, q, escaped);
-        case 2: return unpack_by<2>(entries, rows, reach, planes, q, escaped);
-        default: return unpack_by<3>(entries, rows, reach, planes, q, escaped);
+// Decoded values, a register at a time.
+template <bool kShaped, Delivery kTo>
+struct Delivering {
+    const __m512 level, factor, divisor, power;
+    const int8_t* const shape;
+    float* const out;
+    const bool stream;
+    explicit Delivering(const Target& t)
+        : level(_mm512_set1_ps(t.level)), factor(_mm512_set1_ps(t.factor)), divisor(_mm512_set1_ps(t.divisor)), power(powers(1)),
+          shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 64 == 0) {}
+
+    template <int kCount>
+    inline void some(const int8_t* q, int at) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; i += 16) {
+            __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
+            v = _mm512_mul_ps(v, level);
+            if (kShaped) v = _mm512_mul_ps(v, look_up_shape(shape + at + i, power));
+            if (kTo == kPut) v = _mm512_mul_ps(v, factor);
+            if (kTo == kAdd) v = _mm512_add_ps(_mm512_loadu_ps(out + at + i), v);
+            if (kTo == kDivide) v = _mm512_div_ps(v, divisor);
+            if (stream) _mm512_stream_ps(out + at + i, v);
+            else _mm512_storeu_ps(out + at + i, v);
+        }
     }
-}
+};
 
 template <bool kShaped, Delivery kTo>
 void deliver_by(const int8_t* q, int n, const Target& target) {
-    const __m512 level = _mm512_set1_ps(target.level), divisor = _mm512_set1_ps(target.divisor), power = powers(1);
-    const bool stream = target.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(target.out) % 64 == 0;
+    const Delivering<kShaped, kTo> delivering(target);
     int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
-        v = _mm512_mul_ps(v, level);
-        if (kShaped) v = _mm512_mul_ps(v, look_up_shape(target.shape + i, power));
-        if (kTo == kAdd) v = _mm512_add_ps(load_floats(target.out, i), v);
-        if (kTo == kDivide) v = _mm512_div_ps(v, divisor);
-        float* to = reinterpret_cast<float*>(target.out) + i;
-        if (stream) _mm512_stream_ps(to, v);
-        else _mm512_storeu_ps(to, v);
-    }
+    for (; i + 16 <= n; i += 16) delivering.template some<16>(q + i, i);
     deliver_plain(q, i, n, target);
 }
 
-template <bool kShaped>
-void deliver_shaped(const int8_t* q, int n, const Target& target) {
-    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
-    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
-    else deliver_by<kShaped, kDivide>(q, n, target);
-}
-
-void deliver(const int8_t* q, int n, const Target& target) {
-    if (target.shape) deliver_shaped<true>(q, n, target);
-    else deliver_shaped<false>(q, n, target);
-}
+#include "noise_vectors.h"
 
 }  // namespace avx512
 }  // namespace
 
 const Kernels* avx512_kernels() {
     static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
-                                 avx512::decode_lanes_by<8>, avx512::unpack, avx512::deliver};
+                                 avx512::decode_lanes, avx512::unpack, avx512::deliver, avx512::accumulate_plain};
     return &kernels;
 }
 

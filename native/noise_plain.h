@@ -147,8 +147,9 @@ inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& tabl
 
 // N lanes in lockstep, code by code: a lane waits for its look-up, and the others fill the time. Of each lane only what is
 // left of 64 bits is held; a marker above them counts what was taken.
-template <int N>
-inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
+// beside() is called with every row, for work that fills the time further.
+template <int N, typename Beside>
+inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Beside beside) {
     const uint8_t* base = lane[0];
     const uint16_t* entry = table.entry;
     uint64_t at[N], left[N];
@@ -167,18 +168,19 @@ inline void decode_some(const uint8_t* const* lane, int rows, const Table& table
         }
 #pragma GCC unroll 16
         for (int j = 0; j < N; j++) at[j] += uint64_t(__builtin_clzll(left[j]));
+        beside();
     }
     for (int j = 0; j < N; j++) bits[j] = at[j] - uint64_t(lane[j] - base) * 8;
 }
 
-template <int N>
-inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
-    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j);
+template <int N, typename Beside>
+inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Beside beside) {
+    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j, beside);
 }
 
-inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+inline int unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const int less = (1 << low >> 1) + (reach << low);
-    uint64_t any = 0;
+    int escapes = 0;
     for (int g = 0; g < 2 * rows; g++) {
         uint8_t digit[64], out[64], lows[64] = {};
         for (int i = 0; i < 32; i++) {
@@ -194,13 +196,14 @@ inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, 
             out[i] = digit[i] == kEscape;
         }
         escaped[g] = plane_of(out, 0);
-        any |= escaped[g];
+        escapes += __builtin_popcountll(escaped[g]);
     }
-    return any != 0;
+    return escapes;
 }
 
 // One decoded value to its place.
 inline void deliver_one(float value, const Target& target, int i) {
+    if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
     put_value(target.out, i, value);
@@ -212,4 +215,8 @@ inline void deliver_plain(const int8_t* q, int from, int n, const Target& target
         if (target.shape) value *= power_of_two(target.shape[i]);
         deliver_one(value, target, i);
     }
+}
+
+inline void accumulate_plain(const uint8_t* x, int n, float* sum) {
+    for (int i = 0; i < n; i++) sum[i] += value_at<float>(x, i);
 }
