@@ -11,7 +11,15 @@ namespace {
 
 std::vector<const Kernels*> available() {
     std::vector<const Kernels*> list{scalar_kernels()};
-#if !defined(GRADZIP_NO_SIMD)
+#if defined(GRADZIP_NO_SIMD)
+#elif defined(__aarch64__)
+    static const Kernels neon = [] {
+        Kernels plain = *scalar_kernels();  // the codec noise alone has a version of its own
+        plain.name = "neon";
+        return plain;
+    }();
+    list.push_back(&neon);
+#else
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) list.push_back(avx2_kernels());
     if (__builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vbmi") &&

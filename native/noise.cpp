@@ -59,8 +59,12 @@ constexpr int kCodec = 17, kVersion = 0;
 const Kernels* kernels() {
 #if !defined(GRADZIP_NO_SIMD)
     const char* name = gz::kernels()->name;
+#if defined(__aarch64__)
+    if (std::strcmp(name, "neon") == 0) return neon_kernels();
+#else
     if (std::strcmp(name, "avx512") == 0) return avx512_kernels();
     if (std::strcmp(name, "avx2") == 0) return avx2_kernels();
+#endif
 #endif
     return scalar_kernels();
 }

@@ -126,6 +126,7 @@ struct Kernels {
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 static inline uint64_t load64(const uint8_t* p) {
     uint64_t v;

@@ -362,7 +362,7 @@ def test_every_class_is_decoded(scale: float) -> None:
 @pytest.mark.parametrize("shaped", [False, True])
 @pytest.mark.parametrize("divisor", [1, 4, 3])
 def test_blocks_of_all_forms_follow_one_another(divisor: int, shaped: bool) -> None:
-    """A block may be delivered while the next one is decoded, whatever its form. The output is too large for the cache."""
+    """A block may be delivered while the next one is decoded, whatever its form. The output does not fit the cache."""
     block, g = layout.BLOCK, generator(5)
     coded, giants, coarse = torch.randn(3, block, generator=g)
     giants[100], coarse = 1e20, 1e4 * coarse
