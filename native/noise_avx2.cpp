@@ -153,6 +153,7 @@ struct Delivering {
 
     template <int kCount>
     inline void some(const int8_t* q, int at) const {
+        if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
             __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));

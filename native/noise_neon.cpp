@@ -191,6 +191,7 @@ struct Delivering {
 
     template <int kCount>
     inline void some(const int8_t* q, int at) const {
+        if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
             const int16x8_t wide = vmovl_s8(vld1_s8(q + i));

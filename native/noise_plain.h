@@ -37,9 +37,9 @@ inline bool in_fixed_point(const Rounding& how) { return how.first % 32 == 0 && 
 
 // Fetches what the 32 values from i on are followed by into the cache: rounding stops at every block to code it, and the
 // processor's own prefetching begins anew each time. Beyond the end of a tensor its neighbour lies, or nothing happens.
+constexpr int kAhead = 2048;  // values
 template <bool kShaped>
 inline void fetch_ahead(const uint8_t* x, const int8_t* shape, int i) {
-    constexpr int kAhead = 2048;  // values
     __builtin_prefetch(x + 4 * (i + kAhead), 0, 2);
     __builtin_prefetch(x + 4 * (i + kAhead) + 64, 0, 2);
     if (kShaped && i % 64 == 0) __builtin_prefetch(shape + i + kAhead, 0, 2);
@@ -218,5 +218,10 @@ inline void deliver_plain(const int8_t* q, int from, int n, const Target& target
 }
 
 inline void accumulate_plain(const uint8_t* x, int n, float* sum) {
-    for (int i = 0; i < n; i++) sum[i] += value_at<float>(x, i);
+    int i = 0;
+    for (; i + 32 <= n; i += 32) {
+        fetch_ahead<false>(x, nullptr, i);
+        for (int j = i; j < i + 32; j++) sum[j] += value_at<float>(x, j);
+    }
+    for (; i < n; i++) sum[i] += value_at<float>(x, i);
 }
