@@ -11,14 +11,15 @@ namespace {
 
 std::vector<const Kernels*> available() {
     std::vector<const Kernels*> list{scalar_kernels()};
-#if !defined(GRADZIP_NO_SIMD)
+#if defined(GRADZIP_NO_SIMD)
+#elif defined(__aarch64__)
+    list.push_back(neon_kernels());
+#else
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) list.push_back(avx2_kernels());
     if (__builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vbmi") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         list.push_back(avx512_kernels());
-#elif defined(GRADZIP_NEON)
-    list.push_back(neon_kernels());
 #endif
     return list;
 }

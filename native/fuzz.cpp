@@ -534,6 +534,19 @@ NoiseCase make_noise(Random& random) {
         const int exponent = std::clamp(center - random.range(-4, 9), 1, 254);  // around the values, so that all classes occur
         uint32_t level = random.chance(5) ? (random.chance(50) ? 0 : 0x7fc00000) : uint32_t(exponent) << 23 | uint32_t(random.below(1 << 23));
         gz_noise_part part{nullptr, n, nullptr, random.chance(50) ? 0 : 65500 + random.below(100), random.bits(), uint32_t(random.bits()), 0};
+        if (random.chance(10)) {  // values between two draws: docs/format.md, "Rounding"
+            level = 0x3f800000;
+            c.shapes.back().clear();
+            part.start &= ~uint64_t(31);
+            for (uint64_t j = 0; j < n; j++) {
+                uint32_t h = uint32_t(part.start + j) ^ uint32_t(part.key);
+                h = (h ^ h >> 16) * 0x7feb352du;
+                h = (h ^ h >> 15) * 0x846ca68bu;
+                const uint32_t draw = ((h ^ h >> 16) + uint32_t(part.key >> 32) + part.offset) >> 8;
+                const float t = float((random.range(-4, 4) * 0.25 - draw + (random.chance(50) ? 0x1p24 : 0)) * 0x1p-24);
+                std::memcpy(c.values.back().data() + 4 * j, &t, 4);
+            }
+        }
         std::memcpy(&part.level, &level, 4);
         c.parts.push_back(part);
     }

@@ -23,7 +23,7 @@ Table make_table(int number) {
             uint32_t reversed = 0;
             for (int b = 0; b < l; b++) reversed |= (code >> b & 1) << (l - 1 - b);
             t.low[pair] = uint8_t(reversed);
-            t.high[pair] = uint8_t(uint32_t(l) | (reversed >> 8) << 4);
+            t.high[pair] = uint8_t(uint32_t(l) << 4 | reversed >> 8);
             t.code[pair] = uint16_t(reversed);
             t.length[pair] = uint8_t(l);
             for (uint32_t rest = 0; rest < 1u << (kLimit - l); rest++) t.entry[reversed | rest << l] = uint16_t(l | pair << 8);
@@ -57,8 +57,12 @@ constexpr int kCodec = 17, kVersion = 0;
 const Kernels* kernels() {
 #if !defined(GRADZIP_NO_SIMD)
     const char* name = gz::kernels()->name;
+#if defined(__aarch64__)
+    if (std::strcmp(name, "neon") == 0) return neon_kernels();
+#else
     if (std::strcmp(name, "avx512") == 0) return avx512_kernels();
     if (std::strcmp(name, "avx2") == 0) return avx2_kernels();
+#endif
 #endif
     return scalar_kernels();
 }
@@ -188,7 +192,7 @@ uint8_t* put_lanes(Work& w, uint8_t* block, int number, bool masked, uint8_t* pl
 // Encodes the block whose integers are in work.q, `count` of them, into `block`, which has kBlockRoom bytes. fill_wide puts
 // the same integers as floats into work.wide; it is called where 8 bits do not hold them. Returns the block's bytes.
 template <typename FillWide>
-int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uint8_t* block, FillWide fill_wide) {
+int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWide fill_wide) {
     const int total = (count + kRow - 1) / kRow;
     uint64_t coded;
     uint64_t sum = use->scan(w.q, total, &coded);
@@ -215,7 +219,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
         const int low = low_bits(number);
         const Table& code = table(table_of(number));
         const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
-        use->encode_lanes(w.pairs, rows, code, ahead, w);
+        use->encode_lanes(w.pairs, rows, code, w);
         to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         if (escapes) {
             const int half = 1 << low >> 1;
@@ -264,7 +268,7 @@ int encode_block(Work& w, int count, const Kernels* use, const Ahead& ahead, uin
             w.pairs[i / 2] = uint8_t(i % 2 ? w.pairs[i / 2] | digit << 4 : digit);
             w.used[i] = int8_t(h);
         }
-        use->encode_lanes(w.pairs, rows, table(table_of(number)), ahead, w);
+        use->encode_lanes(w.pairs, rows, table(table_of(number)), w);
         to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
         put_lists(w, rows, w.used, to, giants);
     }
@@ -286,8 +290,8 @@ struct Block {
     int error;
 };
 
-// Reads a block of `count` values into work.q and work.giants, or into work.wide. kOverrun bytes behind it are readable.
-Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const Kernels* use) {
+// Reads a block of `count` values into `to_q` and work.giants, or into work.wide. kOverrun bytes behind it are readable.
+Block decode_block(const uint8_t* data, uint64_t size, int count, int8_t* to_q, Work& w, const Kernels* use, Behind& behind) {
     w.giant_count = 0;
     if (size == 0) return {kZeros, 0};
     if (size < kBlockHead) return {kBad, GZ_NOISE_BLOCK};
@@ -323,19 +327,17 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const
         place += uint64_t(length[j]);
     }
     uint64_t bits[kLanes];
-    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits);
+    use->decode_lanes(lane, rows, table(table_of(number)), w.entries, bits, behind);
     for (int j = 0; j < kLanes; j++)
         if ((bits[j] + 7) / 8 != uint64_t(length[j])) return {kBad, GZ_NOISE_LANES};
     const int reach = kReaches[table_of(number)], half = 1 << low >> 1;
     const uint8_t *escape = data + place, *end = data + size;
     if (number < kWide) {
-        int8_t* q = rows == total ? w.q : w.used;
-        const bool escapes = use->unpack(w.entries, rows, low, reach, data + planes, q, w.escaped);
+        int8_t* q = rows == total ? to_q : w.used;
+        const int escapes = use->unpack(w.entries, rows, low, reach, data + planes, q, w.escaped);
         if (escapes) {
-            uint64_t left_of = 0;
-            for (int g = 0; g < 2 * rows; g++) left_of += uint64_t(__builtin_popcountll(w.escaped[g]));
-            if (left_of > uint64_t(end - escape)) return {kBad, GZ_NOISE_LISTS};
-            const uint8_t* giant = escape + left_of;
+            if (escapes > end - escape) return {kBad, GZ_NOISE_LISTS};
+            const uint8_t* giant = escape + escapes;
             int row = 0;
             uint64_t rows_left = coded;
             for (int g = 0; g < 2 * rows; g++) {
@@ -360,9 +362,9 @@ Block decode_block(const uint8_t* data, uint64_t size, int count, Work& w, const
         }
         if (escape != end) return {kBad, GZ_NOISE_LISTS};
         if (rows != total) {
-            std::memset(w.q, 0, size_t(total * kRow));
+            std::memset(to_q, 0, size_t(total * kRow));
             const int8_t* next = w.used;
-            for (uint64_t left = coded; left; left &= left - 1, next += kRow) std::memcpy(w.q + __builtin_ctzll(left) * kRow, next, kRow);
+            for (uint64_t left = coded; left; left &= left - 1, next += kRow) std::memcpy(to_q + __builtin_ctzll(left) * kRow, next, kRow);
         }
         return {kNarrow, 0};
     }
@@ -436,13 +438,8 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
             done = span.at + span.n;
         });
         std::memset(w.q + done, 0, size_t((count + kRow - 1) / kRow * kRow - done));
-        Ahead ahead{};
-        if (block + 1 < blocks)  // where one part fills the next block
-            places.spans(parts, block + 1, [&](const Span& span) {
-                if (span.n == kBlock) ahead = {fetch(span, w), kRow * 4};
-            });
         const bool in_place = room - at >= kBlockRoom;
-        const int size = encode_block(w, count, use, ahead, in_place ? out + at : w.block, [&] {
+        const int size = encode_block(w, count, use, in_place ? out + at : w.block, [&] {
             std::fill(w.wide, w.wide + count, 0.0f);
             places.spans(parts, block, [&](const Span& span) {
                 const Rounding how = rounding_of(parts[span.part], coarser(levels[span.part], notch), span.first);
@@ -547,6 +544,7 @@ void deliver_one(float q, const Target& target, int i) {
     float value = q * target.level;
     if (target.shape) value *= as_float(uint32_t(127 + target.shape[i]) << 23);
     if (value != value) value = as_float(kNaN);
+    if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
     put_value(target.out, i, value);
@@ -556,12 +554,39 @@ void deliver_constant(float value, const Target& target, int n) {
     for (int i = 0; i < n; i++) put_value(target.out, i, target.delivery == kAdd ? value_at<float>(target.out, i) + value : value);
 }
 
-// One block into the places of its values; to(span) says where those of a span are.
+// What is still to be delivered of the block before.
+void finish(Behind& behind, const Kernels* use) {
+    if (!behind.q) return;
+    Target target = behind.target;
+    target.out += 4 * behind.done;
+    if (target.shape) target.shape += behind.done;
+    use->deliver(behind.q + behind.done, kBlock - behind.done, target);
+    behind = {};
+}
+
+// How a frame is decoded.
+struct Decoding {
+    Delivery delivery;
+    float factor, divisor;
+    bool stream;
+
+    static Decoding by(uint32_t divisor, bool stream) {
+        if ((divisor & (divisor - 1)) == 0) return {kPut, 1.0f / float(divisor), 1, stream};  // exact, and faster
+        return {kDivide, 1, float(divisor), stream};
+    }
+    static Decoding adding() { return {kAdd, 1, 1, false}; }
+};
+
+// One block into the places of its values; to(span) says where those of a span are. A block that goes to one place may be
+// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns.
 template <typename To>
-int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, Delivery delivery, float divisor,
-              bool stream, const Kernels* use, To to) {
+int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, const Decoding& how, const Kernels* use,
+              Behind* behind, To to) {
     Work& w = work();
     Block form{kZeros, 0};
+    Behind none{}, &before = behind ? *behind : none;
+    int8_t* q = before.q == w.q ? w.other : w.q;
+    w.giant_count = 0;
     if (!body.poisoned) {
         const uint8_t* data = body.data + body.offset[block];
         const uint64_t size = body.offset[block + 1] - body.offset[block];
@@ -573,16 +598,17 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
         }
         if (block + 2 < body.offset.size())  // the next one: its lanes are too short for the processor to guess ahead
             for (uint64_t at = body.offset[block + 1]; at < body.offset[block + 2]; at += 64) __builtin_prefetch(body.data + at);
-        form = decode_block(data, size, places.count(block), w, use);
+        form = decode_block(data, size, places.count(block), q, w, use, before);
         if (form.form == kBad) return form.error;
-        if (form.form == kZeros && delivery == kAdd) std::memset(w.q, 0, sizeof w.q);
+        if (form.form == kZeros && how.delivery == kAdd) std::memset(q, 0, sizeof w.q);
     }
+    finish(before, use);
     int giant = 0;
     places.spans(parts, block, [&](const Span& span) {
         const gz_noise_part& part = parts[span.part];
         const float nominal = body.levels[span.part];
-        const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), delivery, divisor,
-                            stream};
+        const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), how.delivery,
+                            how.factor, how.divisor, how.stream};
         while (giant < w.giant_count && w.giants[giant].at < span.at) giant++;  // in a gap
         if (nominal != nominal) return deliver_constant(as_float(kNaN), target, span.n);
         if (nominal == 0) return deliver_constant(0.0f, target, span.n);
@@ -590,11 +616,15 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
             for (int i = 0; i < span.n; i++) deliver_one(w.wide[span.at + i], target, i);
             return;
         }
-        if (form.form == kZeros && delivery != kAdd) {
+        if (form.form == kZeros && how.delivery != kAdd) {
             std::memset(target.out, 0, size_t(span.n) * 4);
             return;
         }
-        use->deliver(w.q + span.at, span.n, target);
+        if (behind && span.n == kBlock && how.delivery == kPut && !w.giant_count) {
+            *behind = {q, target, 0};
+            return;
+        }
+        use->deliver(q + span.at, span.n, target);
         for (; giant < w.giant_count && w.giants[giant].at < span.at + span.n; giant++)
             deliver_one(w.giants[giant].q, target, w.giants[giant].at - span.at);
     });
@@ -690,7 +720,8 @@ uint64_t gz_noise_bound(const gz_noise_part* parts, uint64_t count) {
 int64_t gz_noise_statistics_of(const gz_noise_part* parts, uint64_t count, gz_noise_statistics* out, int32_t threads) {
     if (!valid_parts(parts, count)) return GZ_BAD_ARGUMENT;
     FloatMode mode;
-    for (uint64_t i = 0; i < count; i++) statistics_of(parts[i], out + i, threads, noise::kernels());
+    // The last part first: the first ones are then still in the cache when they are encoded.
+    for (uint64_t i = count; i-- > 0;) statistics_of(parts[i], out + i, threads, noise::kernels());
     return 0;
 }
 
@@ -723,16 +754,18 @@ int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, con
     noise::Body body;
     if (int error = body.read(frame, size, framed != 0, places, expected)) return error;
     const bool stream = !add && places.values() * 4 >= kStreamBytes;
-    const Delivery delivery = add ? kAdd : divisor == 1 ? kPut : kDivide;
+    const Decoding how = add ? Decoding::adding() : Decoding::by(divisor, stream);
     const std::vector<uint64_t> bounds = shares(places.blocks(), threads);
     std::vector<int> error(bounds.size() - 1, 0);
     const noise::Kernels* use = noise::kernels();
     run_parts(bounds.size() - 1, [&](size_t k) {
         FloatMode mode;
+        Behind behind{};
         for (uint64_t block = bounds[k]; block < bounds[k + 1] && !error[k]; block++)
-            error[k] = decode_to(body, parts, places, block, delivery, float(divisor), stream, use, [&](const Span& span) {
+            error[k] = decode_to(body, parts, places, block, how, use, &behind, [&](const Span& span) {
                 return reinterpret_cast<uint8_t*>(parts[span.part].values + span.first);
             });
+        finish(behind, use);
     });
     for (int e : error)
         if (e) return e;
@@ -771,13 +804,14 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
                 *failed = t;
                 auto to = [&](const Span& span) { return reinterpret_cast<uint8_t*>(w.sum + span.at); };
                 if (!terms[t].parts) {
-                    if (int e = decode_to(bodies[t], frame->parts, places, block, t ? kAdd : kPut, 1, false, use, to)) return e;
+                    const Decoding how = t ? Decoding::adding() : Decoding::by(1, false);
+                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, to)) return e;
                     continue;
                 }
                 places.spans(frame->parts, block, [&](const Span& span) {
                     const uint8_t* x = reinterpret_cast<const uint8_t*>(terms[t].parts[span.part].values + span.first);
-                    if (!t) std::memcpy(w.sum + span.at, x, size_t(span.n) * 4);
-                    for (int i = 0; t && i < span.n; i++) w.sum[span.at + i] += value_at<float>(x, i);
+                    if (t) use->accumulate(x, span.n, w.sum + span.at);
+                    else std::memcpy(w.sum + span.at, x, size_t(span.n) * 4);
                 });
             }
             return 0;

@@ -33,7 +33,7 @@ inline uint64_t padded(uint64_t n) { return (n + kAlign - 1) / kAlign * kAlign; 
 // One code, ready for both directions.
 struct alignas(64) Table {
     uint8_t low[256];      // of each pair: the low 8 bits of its code, first bit lowest
-    uint8_t high[256];     // length | the code's other bits << 4
+    uint8_t high[256];     // the code's other bits | length << 4
     uint16_t code[256];
     uint8_t length[256];
     uint16_t entry[1 << kLimit];  // by the next bits of a lane: length | pair << 8
@@ -57,6 +57,8 @@ struct Giant {
 struct alignas(64) Work {
     int8_t q[kBlock];               // integers; kGiant for giants
     GZ_GUARD(1)
+    int8_t other[kBlock];           // those of the block before, while they are delivered
+    GZ_GUARD(10)
     int8_t used[kBlock];            // those of the coded rows
     GZ_GUARD(2)
     uint8_t pairs[kBlock / 2];
@@ -78,15 +80,6 @@ struct alignas(64) Work {
     uint8_t block[kBlockRoom];
 };
 
-// Memory that is needed soon, fetched into the cache while lanes are coded: the memory would be idle otherwise.
-struct Ahead {
-    const uint8_t* from;  // NULL: nothing
-    int step;             // bytes with every row of a lane; a multiple of 64
-    inline void fetch(int row) const {
-        for (int i = 0; from && i < step; i += 64) __builtin_prefetch(from + row * step + i, 0, 2);
-    }
-};
-
 enum Delivery { kPut, kAdd, kDivide };
 
 // Where decoded values go.
@@ -95,8 +88,17 @@ struct Target {
     const int8_t* shape;    // NULL: none
     float level;            // in use; neither 0 nor NaN
     Delivery delivery;
-    float divisor;
+    float factor;           // what kPut multiplies by: 1, or 1 / divisor where that is a power of two
+    float divisor;          // what kDivide divides by
     bool stream;            // bypass the cache
+};
+
+// A block whose integers are all there, and whose delivery fills the time in which the lanes of the next one are decoded:
+// those keep the integer units busy, delivery needs vectors and the memory.
+struct Behind {
+    const int8_t* q;  // kBlock of them; NULL: there is none
+    Target target;    // with kPut
+    int done;         // values that are delivered
 };
 
 // The functions that exist once per instruction set.
@@ -112,15 +114,19 @@ struct Kernels {
     uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
     // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
     bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
-    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work);
-    // Reads all lanes into entries of the table; `bits` says how many each has used.
-    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits);
-    bool (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
+    void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
+    // Reads all lanes into entries of the table; `bits` says how many each has used. Delivers some of `behind` meanwhile.
+    void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits,
+                         Behind& behind);
+    // Entries become integers. Returns how many are escapes.
+    int (*unpack)(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped);
     void (*deliver)(const int8_t* q, int n, const Target& target);
+    void (*accumulate)(const uint8_t* x, int n, float* sum);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 static inline uint64_t load64(const uint8_t* p) {
     uint64_t v;

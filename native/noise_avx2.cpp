@@ -9,86 +9,51 @@ namespace {
 namespace avx2 {
 
 #include "noise_plain.h"
+#include "noise_x86.h"
 
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store256(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 inline __m256 load_floats(const uint8_t* x, int i) { return _mm256_loadu_ps(reinterpret_cast<const float*>(x) + i); }
 
-double squares(const uint8_t* x, int n) {
-    if (n % 32) return squares_plain(x, n);
-    __m256d lane[8];
-    for (__m256d& l : lane) l = _mm256_setzero_pd();
-    for (int i = 0; i < n; i += 32)
-        for (int j = 0; j < 8; j++) {
-            const __m256d v = _mm256_cvtps_pd(_mm_loadu_ps(reinterpret_cast<const float*>(x) + i + 4 * j));
-            lane[j] = _mm256_fmadd_pd(v, v, lane[j]);  // a square of a float32 is exact, so that this is no other sum
-        }
-    for (int half = 4; half; half /= 2)
-        for (int j = 0; j < half; j++) lane[j] = _mm256_add_pd(lane[j], lane[j + half]);
-    double last[4];
-    _mm256_storeu_pd(last, lane[0]);
-    return (last[0] + last[2]) + (last[1] + last[3]);
-}
-
-uint64_t weights(const int8_t* shape, uint64_t n) {
-    // Byte b of 4^j for j = 0 to 12, which is what a shape plus 12 looks up.
-    const __m256i table[4] = {_mm256_broadcastsi128_si256(_mm_setr_epi8(1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0, 0)),
-                              _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0))};
-    const __m256i zero = _mm256_setzero_si256(), deepest = _mm256_set1_epi8(-12);
-    __m256i sum[4] = {zero, zero, zero, zero};
-    uint64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
-        const __m256i d = _mm256_min_epi8(_mm256_max_epi8(load256(shape + i), deepest), zero), j = _mm256_sub_epi8(d, deepest);
-        for (int b = 0; b < 4; b++) sum[b] = _mm256_add_epi64(sum[b], _mm256_sad_epu8(_mm256_shuffle_epi8(table[b], j), zero));
-    }
-    uint64_t total = weights_plain(shape + i, n - i);
-    for (int b = 0; b < 4; b++) {
-        uint64_t part[4];
-        store256(part, sum[b]);
-        total += (part[0] + part[1] + part[2] + part[3]) << (8 * b);
-    }
-    return total;
-}
-
-inline __m256 powers(const int8_t* shape, int sign) {  // 2^(sign * shape) of 8 values
+inline __m256 times_power(__m256 x, const int8_t* shape, int sign) {  // x 2^(sign * shape), where that is a normal number
     const __m256i d = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(shape)));
-    const __m256i e = sign < 0 ? _mm256_sub_epi32(_mm256_set1_epi32(127), d) : _mm256_add_epi32(_mm256_set1_epi32(127), d);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+    const __m256i bits = _mm256_castps_si256(x), more = _mm256_slli_epi32(d, 23);
+    return _mm256_castsi256_ps(sign < 0 ? _mm256_sub_epi32(bits, more) : _mm256_add_epi32(bits, more));
 }
 
-// 8 integers. `folded` is the key with its upper half folded in, as the first step of the mix does it: the upper halves
-// of all indices here are equal.
-template <bool kShaped>
-inline __m256i round8(const uint8_t* x, const int8_t* shape, int i, __m256 scale, __m256i index, __m256i folded, __m256i add) {
-    __m256 t = _mm256_mul_ps(load_floats(x, i), scale);
-    if (kShaped) t = _mm256_mul_ps(t, powers(shape + i, -1));
-    const __m256 k = _mm256_floor_ps(t), above = _mm256_sub_ps(t, k);
-    __m256i h = _mm256_mullo_epi32(_mm256_xor_si256(index, folded), _mm256_set1_epi32(0x7feb352d));
-    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), _mm256_set1_epi32(int(0x846ca68bu)));
-    h = _mm256_add_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), add);
-    const __m256 least = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(h, 8)), _mm256_set1_ps(0x1p-24f), _mm256_set1_ps(1));
-    const __m256i up = _mm256_castps_si256(_mm256_cmp_ps(above, least, _CMP_GE_OQ));
-    return _mm256_sub_epi32(_mm256_cvttps_epi32(k), up);
+// 8 values in units of 2^-24 of an integer, as in noise_avx512.cpp.
+inline __m256i fixed8(__m256 x, __m256 scale) {
+    const __m256 t = _mm256_mul_ps(x, scale);
+    return _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_cvttps_epi32(t)), _mm256_castsi256_ps(_mm256_cvtps_epi32(t)), t));
+}
+
+inline __m256i draw8(__m256i h, __m256i add) {
+    h = _mm256_mullo_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 15)), _mm256_set1_epi32(int(kMixAgain)));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_xor_si256(h, _mm256_srli_epi32(h, 16)), add), 8);
 }
 
 template <bool kShaped>
 void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    const __m256 scale = _mm256_set1_ps(how.scale);
-    const __m256i add = _mm256_set1_epi32(int(how.add)), eight = _mm256_set1_epi32(8);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256 scale = _mm256_set1_ps(how.scale * 0x1p24f);
+    const __m256i add = _mm256_set1_epi32(int(how.add)), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int i = 0; i < n;) {
         const uint32_t first = how.first + uint32_t(i), left = 0x10000 - (first & 0xffff);
         const int end = int(left < uint32_t(n - i) ? i + int(left) : n), whole = i + (end - i) / 32 * 32;
-        const uint32_t high = (first ^ how.key) >> 16;
-        const __m256i folded = _mm256_set1_epi32(int(how.key ^ high));
-        __m256i index = _mm256_add_epi32(_mm256_set1_epi32(int(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        const uint32_t folded = how.key ^ (first ^ how.key) >> 16;
+        __m256i within[4];
+        for (int j = 0; j < 4; j++) {
+            const __m256i number = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * j));
+            within[j] = _mm256_mullo_epi32(_mm256_xor_si256(number, _mm256_set1_epi32(int(folded & 31))), _mm256_set1_epi32(int(kMix)));
+        }
         for (; i < whole; i += 32) {
+            fetch_ahead<kShaped>(x, how.shape, i);
+            const __m256i group = _mm256_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
             __m256i q[4];
             for (int j = 0; j < 4; j++) {
-                q[j] = round8<kShaped>(x, how.shape, i + 8 * j, scale, index, folded, add);
-                index = _mm256_add_epi32(index, eight);
+                const __m256 by = kShaped ? times_power(scale, how.shape + i + 8 * j, -1) : scale;
+                const __m256i fixed = fixed8(load_floats(x, i + 8 * j), by);
+                q[j] = _mm256_srai_epi32(_mm256_add_epi32(fixed, draw8(_mm256_add_epi32(group, within[j]), add)), 24);
             }
             const __m256i bytes = _mm256_permutevar8x32_epi32(
                 _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])), order);
@@ -100,11 +65,6 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
         if (i < end) round_plain(x, i, end, how, at, work);
         i = end;
     }
-}
-
-void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    if (how.shape) round_by<true>(x, n, how, at, work);
-    else round_by<false>(x, n, how, at, work);
 }
 
 uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
@@ -154,21 +114,12 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
     return any != 0;
 }
 
-bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
-    switch (low) {
-        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
-        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
-        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
-        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
-    }
-}
-
 template <int kLow>
-bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const __m256i less = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
     const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
     const __m256i single = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
-    uint64_t any = 0;
+    int escapes = 0;
     for (int g = 0; g < 2 * rows; g++) {
         uint64_t mask = 0;
         for (int j = 0; j < 2; j++) {
@@ -184,56 +135,55 @@ bool unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plan
             store256(q + 64 * g + 32 * j, _mm256_sub_epi8(v, less));
         }
         escaped[g] = mask;
-        any |= mask;
+        escapes += __builtin_popcountll(mask);
     }
-    return any != 0;
+    return escapes;
 }
 
-bool unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
-    switch (low) {
-        case 0: return unpack_by<0>(entries, rows, reach, planes, q, escaped);
-        case 1: return unpack_by<1>(entries, rows, reach, planes, q, escaped);
-        case 2: return unpack_by<2>(entries, rows, reach, planes, q, escaped);
-        default: return unpack_by<3>(entries, rows, reach, planes, q, escaped);
+// Decoded values, a register at a time.
+template <bool kShaped, Delivery kTo>
+struct Delivering {
+    const __m256 level, factor, divisor;
+    const int8_t* const shape;
+    float* const out;
+    const bool stream;
+    explicit Delivering(const Target& t)
+        : level(_mm256_set1_ps(t.level)), factor(_mm256_set1_ps(t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape),
+          out(reinterpret_cast<float*>(t.out)), stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0) {}
+
+    template <int kCount>
+    inline void some(const int8_t* q, int at) const {
+        if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; i += 8) {
+            __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
+            v = _mm256_mul_ps(v, level);
+            if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), shape + at + i, 1));
+            if (kTo == kPut) v = _mm256_mul_ps(v, factor);
+            if (kTo == kAdd) v = _mm256_add_ps(_mm256_loadu_ps(out + at + i), v);
+            if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
+            if (stream) _mm256_stream_ps(out + at + i, v);
+            else _mm256_storeu_ps(out + at + i, v);
+        }
     }
-}
+};
 
 template <bool kShaped, Delivery kTo>
 void deliver_by(const int8_t* q, int n, const Target& target) {
-    const __m256 level = _mm256_set1_ps(target.level), divisor = _mm256_set1_ps(target.divisor);
-    const bool stream = target.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(target.out) % 32 == 0;
+    const Delivering<kShaped, kTo> delivering(target);
     int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
-        v = _mm256_mul_ps(v, level);
-        if (kShaped) v = _mm256_mul_ps(v, powers(target.shape + i, 1));
-        if (kTo == kAdd) v = _mm256_add_ps(load_floats(target.out, i), v);
-        if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
-        float* to = reinterpret_cast<float*>(target.out) + i;
-        if (stream) _mm256_stream_ps(to, v);
-        else _mm256_storeu_ps(to, v);
-    }
+    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
     deliver_plain(q, i, n, target);
 }
 
-template <bool kShaped>
-void deliver_shaped(const int8_t* q, int n, const Target& target) {
-    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
-    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
-    else deliver_by<kShaped, kDivide>(q, n, target);
-}
-
-void deliver(const int8_t* q, int n, const Target& target) {
-    if (target.shape) deliver_shaped<true>(q, n, target);
-    else deliver_shaped<false>(q, n, target);
-}
+#include "noise_vectors.h"
 
 }  // namespace avx2
 }  // namespace
 
 const Kernels* avx2_kernels() {
     static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
-                                 avx2::decode_lanes_by<8>, avx2::unpack, avx2::deliver};
+                                 avx2::decode_lanes, avx2::unpack, avx2::deliver, avx2::accumulate_plain};
     return &kernels;
 }
 

@@ -1,9 +1,11 @@
 // The stages of the codec noise in plain C++. Included by every instruction set inside its own namespace, so that each
 // has a copy compiled for it; what an instruction set does better, it defines itself.
 
+constexpr uint32_t kMix = 0x7feb352du, kMixAgain = 0x846ca68bu;
+
 inline uint32_t mix(uint32_t x) {
-    x = (x ^ x >> 16) * 0x7feb352du;
-    x = (x ^ x >> 15) * 0x846ca68bu;
+    x = (x ^ x >> 16) * kMix;
+    x = (x ^ x >> 15) * kMixAgain;
     return x ^ x >> 16;
 }
 
@@ -25,6 +27,22 @@ inline float rounded(float x, const Rounding& how, uint32_t number) {
     const uint32_t draw = (mix((how.first + number) ^ how.key) + how.add) >> 8;
     k += (t - float(k)) * 16777216.0f >= float(int32_t(16777216u - draw));  // both sides are exact
     return float(k);
+}
+
+// Where vectors may round in fixed point: F = x (scale 2^(24 - d)) to an int32, which counts units of 2^-24 of an integer,
+// and q = (F + draw) >> 24. With |t| >= 1/2 F is whole. Below that the format's t - floor t is exact for positive t, so that
+// F is rounded down; for negative t it is rounded to nearest, and F with it. Scales are far from the ends of float32 here,
+// and 32 values from an index that is a multiple of 32 share the first product of the mix but for a constant.
+inline bool in_fixed_point(const Rounding& how) { return how.first % 32 == 0 && how.scale > 0x1p-100f && how.scale < 0x1p80f; }
+
+// Fetches what the 32 values from i on are followed by into the cache: rounding stops at every block to code it, and the
+// processor's own prefetching begins anew each time. Beyond the end of a tensor its neighbour lies, or nothing happens.
+constexpr int kAhead = 2048;  // values
+template <bool kShaped>
+inline void fetch_ahead(const uint8_t* x, const int8_t* shape, int i) {
+    __builtin_prefetch(x + 4 * (i + kAhead), 0, 2);
+    __builtin_prefetch(x + 4 * (i + kAhead) + 64, 0, 2);
+    if (kShaped && i % 64 == 0) __builtin_prefetch(shape + i + kAhead, 0, 2);
 }
 
 inline double squares_plain(const uint8_t* x, int n) {
@@ -100,12 +118,11 @@ inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* p
 
 // N lanes at once, so that their latencies overlap.
 template <int N>
-inline void encode_some(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, int first, Work& work) {
+inline void encode_some(const uint8_t* pairs, int rows, const Table& table, int first, Work& work) {
     uint64_t held[N] = {}, bits[N] = {};
     uint8_t* to[N];
     for (int j = 0; j < N; j++) to[j] = work.lanes[first + j];
     for (int r = 0; r < rows; r++) {
-        if (first == 0) ahead.fetch(r);
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
             const uint8_t* four = pairs + r * (kRow / 2) + (first + j) * 4;
@@ -124,14 +141,15 @@ inline void encode_some(const uint8_t* pairs, int rows, const Table& table, cons
     for (int j = 0; j < N; j++) work.length[first + j] = int(to[j] - work.lanes[first + j]) + (bits[j] != 0);
 }
 
-inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& table, const Ahead& ahead, Work& work) {
-    for (int lane = 0; lane < kLanes; lane += 2) encode_some<2>(pairs, rows, table, ahead, lane, work);
+inline void encode_lanes_plain(const uint8_t* pairs, int rows, const Table& table, Work& work) {
+    for (int lane = 0; lane < kLanes; lane += 2) encode_some<2>(pairs, rows, table, lane, work);
 }
 
 // N lanes in lockstep, code by code: a lane waits for its look-up, and the others fill the time. Of each lane only what is
 // left of 64 bits is held; a marker above them counts what was taken.
-template <int N>
-inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
+// beside() is called with every row, for work that fills the time further.
+template <int N, typename Beside>
+inline void decode_some(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Beside beside) {
     const uint8_t* base = lane[0];
     const uint16_t* entry = table.entry;
     uint64_t at[N], left[N];
@@ -150,18 +168,19 @@ inline void decode_some(const uint8_t* const* lane, int rows, const Table& table
         }
 #pragma GCC unroll 16
         for (int j = 0; j < N; j++) at[j] += uint64_t(__builtin_clzll(left[j]));
+        beside();
     }
     for (int j = 0; j < N; j++) bits[j] = at[j] - uint64_t(lane[j] - base) * 8;
 }
 
-template <int N>
-inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits) {
-    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j);
+template <int N, typename Beside>
+inline void decode_lanes_by(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Beside beside) {
+    for (int j = 0; j < kLanes; j += N) decode_some<N>(lane + j, rows, table, entries + 4 * j, bits + j, beside);
 }
 
-inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+inline int unpack_plain(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
     const int less = (1 << low >> 1) + (reach << low);
-    uint64_t any = 0;
+    int escapes = 0;
     for (int g = 0; g < 2 * rows; g++) {
         uint8_t digit[64], out[64], lows[64] = {};
         for (int i = 0; i < 32; i++) {
@@ -177,13 +196,14 @@ inline bool unpack_plain(const uint16_t* entries, int rows, int low, int reach, 
             out[i] = digit[i] == kEscape;
         }
         escaped[g] = plane_of(out, 0);
-        any |= escaped[g];
+        escapes += __builtin_popcountll(escaped[g]);
     }
-    return any != 0;
+    return escapes;
 }
 
 // One decoded value to its place.
 inline void deliver_one(float value, const Target& target, int i) {
+    if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
     put_value(target.out, i, value);
@@ -195,4 +215,13 @@ inline void deliver_plain(const int8_t* q, int from, int n, const Target& target
         if (target.shape) value *= power_of_two(target.shape[i]);
         deliver_one(value, target, i);
     }
+}
+
+inline void accumulate_plain(const uint8_t* x, int n, float* sum) {
+    int i = 0;
+    for (; i + 32 <= n; i += 32) {
+        fetch_ahead<false>(x, nullptr, i);
+        for (int j = i; j < i + 32; j++) sum[j] += value_at<float>(x, j);
+    }
+    for (; i < n; i++) sum[i] += value_at<float>(x, i);
 }

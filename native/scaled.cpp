@@ -13,7 +13,7 @@ namespace scaled {
 namespace {
 
 const Kernels* kernels() {
-#if !defined(GRADZIP_NO_SIMD)
+#if !defined(GRADZIP_NO_SIMD) && !defined(__aarch64__)  // there the compiler vectorises the plain ones
     const char* name = gz::kernels()->name;
     if (std::strcmp(name, "avx512") == 0) return avx512_kernels();
     if (std::strcmp(name, "avx2") == 0) return avx2_kernels();

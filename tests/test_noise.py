@@ -261,6 +261,29 @@ def test_rounding_by_hand() -> None:
         assert q[i] == k + (int((t - k) * np.float32(1 << 24)) + h24 >= 1 << 24)
 
 
+@pytest.mark.parametrize("start", [0, 65_472, 5])
+@pytest.mark.parametrize("depth", [None, 0, 5, 12])
+def test_values_between_two_draws_round_as_the_format_says(start: int, depth: int | None) -> None:
+    """t is up to 2^-24 away from where the draw decides, on either side of 0."""
+    count = 4096
+    shape = None if depth is None else torch.full((count,), -depth, dtype=torch.int8)
+    key = layout.key_of(3, 4, "w", "own", start)
+    part = Part(torch.zeros(count), 1.0, shape, start, key, 999)
+    draws = reference_noise.draws(part).astype(np.float64)
+    for beyond in (-1, -0.5, -0.25, -0.125, 0, 0.125, 0.25, 0.5, 1):
+        for t in (beyond - draws, beyond + (1 << 24) - draws):
+            x = (t * 2.0 ** -(24 + (depth or 0))).astype(np.float32)
+            encoded([Part(torch.from_numpy(x), 1.0, shape, start, key, 999)])
+
+
+@pytest.mark.parametrize("level", [2.0**-126, 2.0**-92, 2.0**-85, 2.0**-70, 2.0**95, 2.0**110, 2.0**127])
+def test_levels_near_the_ends_of_float32_round_as_the_format_says(level: float) -> None:
+    count = 4096
+    x = (torch.randn(count, generator=generator(3)).double() * level * 3).float()
+    encoded([Part(x, level, None, 0, 12345)])
+    encoded([Part(x / 4096, level, torch.full((count,), -12, dtype=torch.int8), 0, 12345)])
+
+
 def test_keys_by_hand() -> None:
     """docs/format.md, "Draws": the name is hashed once, a step changes the key by integer operations."""
 
@@ -334,6 +357,21 @@ def test_every_class_is_decoded(scale: float) -> None:
     part = Part(x, 1.0)
     body, _ = encoded([part])
     assert same_bits(decoded(body, [part])[0], torch.from_numpy(reference_noise.rounded(part, 0)))
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("divisor", [1, 4, 3])
+def test_blocks_of_all_forms_follow_one_another(divisor: int, shaped: bool) -> None:
+    """A block may be delivered while the next one is decoded, whatever its form. The output does not fit the cache."""
+    block, g = layout.BLOCK, generator(5)
+    coded, giants, coarse = torch.randn(3, block, generator=g)
+    giants[100], coarse = 1e20, 1e4 * coarse
+    rows, raw = coded * (torch.arange(block) // 128 % 3 == 0), torch.full((block,), math.nan)
+    order = torch.randint(0, 6, (140,), generator=g).tolist()
+    x = torch.cat([(coded, giants, coarse, rows, raw, torch.zeros(block))[form] for form in order])
+    shape = torch.randint(-3, 1, (x.numel(),), generator=g).to(torch.int8) if shaped else None
+    parts = [Part(x, 0.2, shape, 0, 77), Part(torch.randn(5000, generator=g), 0.2), Part(coded, 0.2)]
+    decoded(encoded(parts)[0], parts, divisor=divisor)
 
 
 def test_a_frame_that_does_not_fit_its_slot_is_coarser() -> None:

@@ -1,0 +1,56 @@
+// What the vector versions of the codec noise share: templates become functions. Included by every instruction set inside
+// its own namespace, behind round_by, pack_by, unpack_by, deliver_by and Delivering.
+
+void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
+    if (!in_fixed_point(how)) round_plain(x, 0, n, how, at, work);
+    else if (how.shape) round_by<true>(x, n, how, at, work);
+    else round_by<false>(x, n, how, at, work);
+}
+
+bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+    switch (low) {
+        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
+        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
+        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
+        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
+    }
+}
+
+int unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t* planes, int8_t* q, uint64_t* escaped) {
+    switch (low) {
+        case 0: return unpack_by<0>(entries, rows, reach, planes, q, escaped);
+        case 1: return unpack_by<1>(entries, rows, reach, planes, q, escaped);
+        case 2: return unpack_by<2>(entries, rows, reach, planes, q, escaped);
+        default: return unpack_by<3>(entries, rows, reach, planes, q, escaped);
+    }
+}
+
+template <bool kShaped>
+void deliver_shaped(const int8_t* q, int n, const Target& target) {
+    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
+    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
+    else deliver_by<kShaped, kDivide>(q, n, target);
+}
+
+void deliver(const int8_t* q, int n, const Target& target) {
+    if (target.shape) deliver_shaped<true>(q, n, target);
+    else deliver_shaped<false>(q, n, target);
+}
+
+template <bool kShaped>
+void decode_lanes_beside(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Behind& behind) {
+    Delivering<kShaped, kPut> delivering(behind.target);
+    const int8_t* q = behind.q;
+    int at = 0;
+    decode_lanes_by<8>(lane, rows, table, entries, bits, [&] {
+        delivering.template some<64>(q + at, at);
+        at += 64;
+    });
+    behind.done = at;
+}
+
+void decode_lanes(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Behind& behind) {
+    if (!behind.q) decode_lanes_by<8>(lane, rows, table, entries, bits, [] {});
+    else if (behind.target.shape) decode_lanes_beside<true>(lane, rows, table, entries, bits, behind);
+    else decode_lanes_beside<false>(lane, rows, table, entries, bits, behind);
+}
