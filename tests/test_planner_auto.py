@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import codec, profile
+from planning import codec, line, profile
 from ranks import TIMEOUT, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -135,6 +136,14 @@ def test_predictions_only_make_the_list_shorter() -> None:
     assert len(listed) == 5
     assert listed[0] == "plain"
     assert listed[-1] == "powersgd:rank=4"
+
+
+def test_the_smallest_frames_are_tried_whatever_is_predicted() -> None:
+    """On a busy machine coding was measured to be slow."""
+    measured = _measured()
+    slow = replace(measured.codecs["noise"], encode={"cpu": line(1.0, 1e-6)})
+    busy = replace(measured, codecs={**measured.codecs, "noise": slow})
+    assert [each.name for each in short_list(busy, Auto().offered(), 0.4)][-1] == "noise"
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
