@@ -178,6 +178,7 @@ RUNS = {
     "plain is as fast": ({"identity": 0.0101, "cast": 0.01, "noise": 0.02}, 0.005),
     "hidden": ({"identity": 0.02, "cast": 0.01, "noise": 0.01}, 0.0),
     "residuals": ({"identity": 0.03, "cast": 0.02, "topk:ratio=0.1": 0.01}, 0.01),
+    "residuals lose": ({"identity": 0.03, "cast": 0.01, "topk:ratio=0.1": 0.02}, 0.01),
 }
 
 
@@ -237,6 +238,7 @@ def test_measured_steps_decide(trained: list[dict[str, Any]]) -> None:
         "plain is as fast": "identity",
         "hidden": "identity",
         "residuals": "topk:ratio=0.1",
+        "residuals lose": "cast",
     }
     assert first["plain wins"]["reverted"]
     assert first["resumed"] == "noise"
@@ -267,9 +269,8 @@ def test_all_ranks_switch_at_the_same_steps(trained: list[dict[str, Any]]) -> No
 
 def test_a_plain_step_sends_what_a_candidate_kept(trained: list[dict[str, Any]]) -> None:
     """Residuals of a codec that is not used in the next block would be lost, or come much later."""
-    used = trained[0]["residuals"]["used"]
-    for step in range(1, STEPS):
-        if used[step - 1].startswith("topk") and not used[step].startswith("topk"):
-            assert used[step] == "identity"
+    used = trained[0]["residuals lose"]["used"]
+    (last,) = [step for step in range(1, STEPS) if used[step - 1].startswith("topk") and used[step] != used[step - 1]]
+    assert used[last : last + 2] == ["identity", "cast"]
     kept = {name: trained[0][name]["residuals"] for name in RUNS}
     assert kept == {name: name == "residuals" for name in RUNS}

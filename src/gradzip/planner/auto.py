@@ -118,7 +118,6 @@ class Pilot:
         self._steps = 0
         self._candidates: list[Candidate] = []
         self._race: Race | None = None
-        self._residuals_are_kept = False  # by the policy that is in use
         self._next_block = 0  # the step at which a block of the race begins
         self._rank = dist.get_rank(model.process_group)
         self._talk = own_group(model.process_group)
@@ -176,8 +175,8 @@ class Pilot:
         self._recorder.keeps_own = not racing and self._steps == WARM
         if not racing and self._steps == LISTS_AT:
             self._begin()
-        elif self._steps == self._next_block:  # after a step that sent what a candidate had kept
-            self._use(self._current())
+        elif racing and self._steps == self._next_block:  # after a step that sent what a candidate had kept
+            self._go_on()
         elif racing and self._steps == self._next_block + BLOCK:
             self._end_block()
 
@@ -196,7 +195,9 @@ class Pilot:
             return
         self._race = Race(len(self._candidates))
         self._say(f"races {', '.join(each.name for each in self._candidates)} from step {self._steps} on; {measuring}")
-        self._start_block()
+        self._recorder.forget()
+        self._next_block = self._steps
+        self._go_on()
 
     def _listed(self, plain_s: float) -> dict[str, Any]:
         """On rank 0: the candidates, and why there is but one, if so."""
@@ -216,32 +217,30 @@ class Pilot:
             return False
         return True
 
-    def _current(self) -> Candidate:
-        assert self._race is not None and self._race.current is not None
-        return self._candidates[self._race.current]
-
-    def _start_block(self) -> None:
-        """The next candidate trains; after one that keeps residuals, a plain step sends these first."""
-        self._recorder.forget()
-        self._next_block = self._steps
-        if self._residuals_are_kept:
-            self._use(self._candidates[0])
-            self._next_block += 1
-        else:
-            self._use(self._current())
+    def _go_on(self) -> None:
+        """The next candidate trains, or the winner does from now on."""
+        assert self._race is not None
+        if self._race.current is not None:
+            self._use(self._candidates[self._race.current])
+            return
+        assert self._race.winner is not None
+        self._choose(self._candidates[self._race.winner])
+        self._say(f"from step {self._steps} on: {self._verdict(self._race)}")
 
     def _use(self, candidate: Candidate) -> None:
-        self._residuals_are_kept = candidate.keeps_residuals
         self.handle.set_policy(Fixed("identity") if candidate.is_plain else candidate.plan)
 
     def _end_block(self) -> None:
         assert self._race is not None
+        trained = self._race.current
         self._race.end_block(self._slowest())
-        if self._race.winner is None:
-            self._start_block()
-            return
-        self._choose(self._candidates[self._race.winner])
-        self._say(f"from step {self._steps} on: {self._verdict(self._race)}")
+        self._recorder.forget()
+        self._next_block = self._steps
+        if self._candidates[trained or 0].keeps_residuals and trained not in (self._race.current, self._race.winner):
+            self._use(self._candidates[0])  # for one step, which sends the residuals
+            self._next_block += 1
+        else:
+            self._go_on()
 
     def _choose(self, candidate: Candidate) -> None:
         self._use(candidate)
