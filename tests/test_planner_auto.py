@@ -1,25 +1,29 @@
-"""attach(model, optimizer, "auto"): it profiles, plans, switches, checks, and resumes."""
+"""attach(model, optimizer, "auto"): it profiles, makes a short list, races, and resumes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import codec, line, profile
 from ranks import TIMEOUT, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip.errors import PlanError
-from gradzip.planner import auto
-from gradzip.planner.answer import Answer, Request
-from gradzip.planner.auto import Auto
+from gradzip.planner import race
+from gradzip.planner.auto import BLOCK, LISTS_AT, Auto
+from gradzip.planner.candidates import QUALITIES, Candidate, short_list
+from gradzip.planner.profile import Profile
+from gradzip.planner.race import Race
 
-STEPS = 40
+STEPS = 60
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,7 @@ STEPS = 40
     [
         ("auto", Auto()),
         ("auto:lossy=true", Auto(lossy=True)),
+        ("auto:quality=near,save=plan.json", Auto(quality="near", save="plan.json")),
         ("auto:codecs=gcomp,powersgd:rank=2", Auto(codecs=("gcomp", "powersgd:rank=2"))),
         ("auto:codecs=cast,topk,save=,lossy=true", Auto(True, ("cast", "topk"), "")),
     ],
@@ -41,6 +46,7 @@ def test_text_form(text: str, expected: Auto) -> None:
         ("auto:lossi=true", "did you mean 'lossy'"),
         ("auto:lossy=maybe", "true or false"),
         ("auto:lossy=true,lossy=true", "twice"),
+        ("auto:quality=nearly", "did you mean 'near'"),
         ("automatic", "is not auto"),
     ],
 )
@@ -49,9 +55,98 @@ def test_bad_text(text: str, message: str) -> None:
         Auto.parse(text)
 
 
-def test_default_codecs_are_harmless() -> None:
-    assert Auto().offered() == auto.HARMLESS
-    assert "topk" in Auto(lossy=True).offered()
+def test_a_quality_offers_its_codecs_and_all_better_ones() -> None:
+    assert Auto(quality="exact").offered() == ("gcomp:mode=lossless",)
+    assert Auto(quality="near").offered() == ("gcomp:mode=lossless", "gcomp")
+    assert "noise" in Auto().offered()
+    assert not set(QUALITIES["lossy"]) & set(Auto().offered())
+    assert set(QUALITIES["lossy"]) < set(Auto(lossy=True).offered())
+    assert Auto(lossy=True).left_out() == "", "then nothing is left out"
+    assert "powersgd:rank=4" in Auto().left_out()
+
+
+# -- the race ----------------------------------------------------------------------------------------------------------
+
+
+def _run(seconds: list[float], noise: float = 0.0, seed: int = 0) -> Race:
+    """A race in which candidates take that long, give or take."""
+    rng, running = torch.Generator().manual_seed(seed), Race(len(seconds))
+    while running.current is not None:
+        drawn = 1 + noise * float(torch.randn((), generator=rng))
+        running.end_block(seconds[running.current] * max(0.5, drawn))
+    return running
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=5))
+def test_the_fastest_wins_and_of_equals_the_first(seconds: list[float]) -> None:
+    over = _run(seconds)
+    assert over.winner == next(i for i, s in enumerate(seconds) if s <= min(seconds) * (1 + race.TIE))
+    assert max(map(len, over.times)) <= race.ROUNDS
+
+
+def test_what_is_far_behind_trains_one_block_alone() -> None:
+    over = _run([2.0, 1.0, 1.05])
+    assert [len(times) for times in over.times] == [1, 2, 2]
+    assert _run([1.0]).times == [[]], "there is nothing to compare"
+
+
+def test_every_other_round_is_the_other_way_round() -> None:
+    """A machine that becomes slower and slower favours none."""
+    running, order = Race(3), list[int]()
+    while running.current is not None:
+        order.append(running.current)
+        running.end_block(1.0 + 0.001 * len(order))
+    assert order[:9] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
+    assert running.winner == 0
+
+
+def test_races_on_a_busy_machine_are_longer_and_cost_little() -> None:
+    """What is lost by wrong decisions, on average over many races whose blocks differ by 5 %."""
+    seconds = [1.0, 0.9, 0.95]
+    races = [_run(seconds, 0.05, seed) for seed in range(300)]
+    lost = [seconds[over.winner or 0] / min(seconds) - 1 for over in races]
+    assert sum(lost) / len(lost) < 0.016
+    assert max(len(times) for over in races for times in over.times) == race.MOST_ROUNDS
+
+
+# -- the short list ----------------------------------------------------------------------------------------------------
+
+
+def _measured(**changes: Any) -> Profile:
+    """All codecs that auto offers, on a network of 1 Gbit/s; tensors are large, so all are compressed."""
+    ratios = {"gcomp:mode=lossless": 1.2, "gcomp": 1.8, "cast:to=bf16": 2.0, "gcomp:keep=7": 3.0, "noise": 7.0}
+    costs = [codec(text, ratio) for text, ratio in ratios.items()]
+    return profile(codecs={cost.name: cost for cost in costs}, **changes)
+
+
+def test_the_short_list_begins_with_plain_and_has_what_is_predicted_to_be_fastest() -> None:
+    listed = short_list(_measured(), Auto().offered(), 0.4)
+    assert [each.name for each in listed] == ["plain", "cast:to=bf16", "gcomp:keep=7", "noise"]
+    assert listed[0].is_plain
+    assert {str(o) for o in listed[3].plan.options.values()} == {"noise"}, "as one who writes noise gets it"
+    assert listed[3].plan.expected["step_s"] < listed[1].plan.expected["step_s"] < 0.4
+    again = Candidate.from_json(listed[3].to_json())
+    assert (again.name, again.plan.options) == ("noise", listed[3].plan.options)
+
+
+def test_predictions_only_make_the_list_shorter() -> None:
+    """A codec that was not measured is tried, and so are those that are predicted to be slower than plain averaging."""
+    fast = _measured(rate=1e12)
+    listed = [each.name for each in short_list(fast, (*Auto().offered(), "powersgd:rank=4"), 0.4)]
+    assert len(listed) == 5
+    assert listed[0] == "plain"
+    assert listed[-1] == "powersgd:rank=4"
+
+
+def test_the_smallest_frames_are_tried_whatever_is_predicted() -> None:
+    """On a busy machine coding was measured to be slow."""
+    measured = _measured()
+    slow = replace(measured.codecs["noise"], encode={"cpu": line(1.0, 1e-6)})
+    busy = replace(measured, codecs={**measured.codecs, "noise": slow})
+    assert [each.name for each in short_list(busy, Auto().offered(), 0.4)][-1] == "noise"
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------------
 
 
 def _start(policy: str) -> tuple[DistributedDataParallel, torch.optim.Optimizer, gradzip.Handle]:
@@ -60,19 +155,6 @@ def _start(policy: str) -> tuple[DistributedDataParallel, torch.optim.Optimizer,
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return model, optimizer, gradzip.attach(model, optimizer, policy, timeout=TIMEOUT)
-
-
-REAL_ANSWER = auto.answer
-
-
-def _answer(gain: float, request: Request) -> Answer:
-    """`cast` for everything, and the promise that it gains so much."""
-    real = REAL_ANSWER(request)
-    plan = real.problem.uniform(gradzip.Option("cast", "cpu", "allreduce"))
-    free = replace(real.timeline, events=())  # of processors, too
-    return replace(
-        real, found=replace(real.found, plan=plan), timeline=free, step_s=real.plain_s / gain, uncertainty=0.0
-    )
 
 
 class Clock:
@@ -85,40 +167,57 @@ class Clock:
         return self.now
 
 
+def _codec(handle: gradzip.Handle) -> str:
+    return handle._policy.option("0.weight", (256, 64)).codec
+
+
+# By run: seconds of a step with each codec, and what of it is the exchange.
+RUNS = {
+    "noise wins": ({"identity": 0.03, "cast": 0.02, "noise": 0.01}, 0.01),
+    "plain wins": ({"identity": 0.01, "cast": 0.02, "noise": 0.03}, 0.005),
+    "plain is as fast": ({"identity": 0.0101, "cast": 0.01, "noise": 0.02}, 0.005),
+    "hidden": ({"identity": 0.02, "cast": 0.01, "noise": 0.01}, 0.0),
+    "residuals": ({"identity": 0.03, "cast": 0.02, "topk:ratio=0.1": 0.01}, 0.01),
+    "residuals lose": ({"identity": 0.03, "cast": 0.01, "topk:ratio=0.1": 0.02}, 0.01),
+}
+
+
 def _train(rank: int) -> dict[str, Any]:
-    """Three runs: what is chosen is decided by the test, by the times that the pilot reads."""
+    """What is chosen is decided by the test, by the times that the pilot reads."""
     found: dict[str, Any] = {}
-    for name, gain, planned_s in (("stays", 2.0, 0.01), ("reverts", 2.0, 0.05), ("plain", 0.5, 0.0)):
-        model, optimizer, handle = _start("auto:save=,codecs=cast")
+    for name, (seconds, exposed_s) in RUNS.items():
+        offered = ",".join(codec for codec in seconds if codec != "identity")
+        model, optimizer, handle = _start(f"auto:codecs={offered}")
         pilot = handle.pilot
         assert pilot is not None
-        said, clock = list[str](), Clock()
+        said, clock, used = list[str](), Clock(), list[str]()
         pilot._say_to, pilot._recorder._mark = said.append, clock.read  # type: ignore[method-assign]
-        auto.answer = partial(_answer, gain)  # type: ignore[assignment]
-        try:
-            for step in range(STEPS):
-                rng = torch.Generator().manual_seed(step * 2 + rank)
-                optimizer.zero_grad()
-                model(torch.randn(4, 64, generator=rng)).square().mean().backward()
-                clock.now += 0.02 if pilot.plan is None else planned_s
-                optimizer.step()
-        finally:
-            auto.answer = REAL_ANSWER
+        for step in range(STEPS):
+            rng = torch.Generator().manual_seed(step * 2 + rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 64, generator=rng)).square().mean().backward()
+            used.append(_codec(handle))
+            clock.now += exposed_s
+            optimizer.step()
+            clock.now += seconds[_codec(handle)] - exposed_s
         state = handle.state_dict()
+        residuals = handle._memory.residuals
         handle.detach()
         found[name] = {
             "said": said,
+            "used": used,
+            "codec": _codec(handle),
             "reverted": pilot.reverted,
-            "codec": handle._policy.option("0.weight", (256, 64)).codec,
+            "residuals": residuals,
             "sum": float(sum(p.detach().double().sum() for p in model.parameters())),
             "keys": sorted(k for k in state if k.startswith("auto")),
         }
-        if name == "stays":
-            model, optimizer, again = _start("auto:save=,codecs=cast")
+        if name == "noise wins":
+            model, optimizer, again = _start(f"auto:codecs={offered}")
             assert again.pilot is not None
             again.pilot._say_to = said.append
             again.load_state_dict(state)
-            found["resumed"] = again._policy.option("0.weight", (256, 64)).codec
+            found["resumed"] = _codec(again)
             again.detach()
     with pytest.raises(gradzip.Unsupported, match="optimizer's steps"):
         gradzip.attach(model, None, "auto")
@@ -126,18 +225,52 @@ def _train(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_a_plan_stays_or_goes_by_what_is_measured() -> None:
-    first, second = run_ranks(2, _train)
-    assert first["stays"]["codec"] == "cast"
-    assert "from step 15 on: cast, expected" in first["stays"]["said"][0]
-    assert "the plan stays" in first["stays"]["said"][1]
-    assert first["reverts"]["reverted"]
-    assert "back to plain" in first["reverts"]["said"][1]
-    assert first["reverts"]["codec"] == "identity"
-    assert first["plain"]["codec"] == "identity"
-    assert "plain averaging: compression would not shorten" in first["plain"]["said"][0]
-    assert first["resumed"] == "cast"
-    assert first["stays"]["keys"] == ["auto.plan"]
-    assert second["stays"]["said"] == []
-    for name in ("stays", "reverts", "plain"):
-        assert first[name]["sum"] == second[name]["sum"], "replicas differ"
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_ranks(2, _train)
+
+
+def test_measured_steps_decide(trained: list[dict[str, Any]]) -> None:
+    first = trained[0]
+    assert {name: first[name]["codec"] for name in RUNS} == {
+        "noise wins": "noise",
+        "plain wins": "identity",
+        "plain is as fast": "identity",
+        "hidden": "identity",
+        "residuals": "topk:ratio=0.1",
+        "residuals lose": "cast",
+    }
+    assert first["plain wins"]["reverted"]
+    assert first["resumed"] == "noise"
+    assert first["noise wins"]["keys"] == ["auto.plan"]
+
+
+def test_the_verdict_is_one_line(trained: list[dict[str, Any]]) -> None:
+    said = {name: trained[0][name]["said"] for name in RUNS}
+    begin = f"races plain, cast, noise from step {LISTS_AT} on; measuring took "
+    assert said["noise wins"][0].startswith(begin)
+    chosen = LISTS_AT + 3 * BLOCK
+    assert said["noise wins"][1] == (
+        f"from step {chosen} on: noise, 10 ms a step: 3.00x plain (30), 2.00x cast (20); raced 3 in {3 * BLOCK} steps"
+    )
+    assert said["plain wins"][1].startswith(f"from step {chosen} on: plain averaging, 10 ms a step: 2.00x cast (20)")
+    assert "plain averaging: the exchange adds 0.0 ms to the 20 ms of a step" in said["hidden"][0]
+    assert trained[1]["noise wins"]["said"] == []
+
+
+def test_all_ranks_switch_at_the_same_steps(trained: list[dict[str, Any]]) -> None:
+    for name in RUNS:
+        first, second = (each[name] for each in trained)
+        assert first["used"] == second["used"]
+        assert first["sum"] == second["sum"], "replicas differ"
+    used = trained[0]["noise wins"]["used"]
+    assert used[LISTS_AT : LISTS_AT + 3 * BLOCK] == ["identity"] * BLOCK + ["cast"] * BLOCK + ["noise"] * BLOCK
+
+
+def test_a_plain_step_sends_what_a_candidate_kept(trained: list[dict[str, Any]]) -> None:
+    """Residuals of a codec that is not used in the next block would be lost, or come much later."""
+    used = trained[0]["residuals lose"]["used"]
+    (last,) = [step for step in range(1, STEPS) if used[step - 1].startswith("topk") and used[step] != used[step - 1]]
+    assert used[last : last + 2] == ["identity", "cast"]
+    kept = {name: trained[0][name]["residuals"] for name in RUNS}
+    assert kept == {name: name == "residuals" for name in RUNS}

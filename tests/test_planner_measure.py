@@ -17,6 +17,7 @@ from torch import nn
 
 from gradzip import cli, collectives, wire
 from gradzip.codecs import Context, parse
+from gradzip.engines import noise_layout
 from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
@@ -164,12 +165,18 @@ def test_codecs_are_timed_through_the_runtime(text: str) -> None:
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-def test_frames_of_noise_are_as_large_as_those_of_an_exchange(alike: float) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_frames_of_noise_are_as_large_as_those_of_an_exchange(kind: type[torch.optim.Optimizer], alike: float) -> None:
     """Of a rank's own gradient and of the sum, whether ranks have much in common or nothing."""
     torch.manual_seed(0)
     world, parameter = 4, nn.Parameter(torch.zeros(64, 512))
     common = alike * torch.randn(64, 512)
     ranks = [common + (1 - alike) * torch.randn(64, 512) for _ in range(world)]
+    optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
+    parameter.grad = torch.randn(64, 512) * torch.logspace(-2, 2, 512)
+    optimizer.step()
+    shapes = sending.Shapes(optimizer, {parameter: "x"}).of(["x"])
+    assert (shapes[0] is None) == (kind is torch.optim.SGD)
     codec = message_codec(parse("noise"))
     assert codec is not None
     sent: dict[str, list[int]] = {}
@@ -183,10 +190,11 @@ def test_frames_of_noise_are_as_large_as_those_of_an_exchange(alike: float) -> N
     topology = collectives.Topology(0, tuple((rank,) for rank in range(world)))
     values = [parameter.numel()]
     program = compile_route(codec.text, NAMED["alltoall"], ["x"], values, torch.float32, topology, True)
-    messages = [Message(["x"], torch.float32, rank, world, 7) for rank in range(world)]
+    known = noise_layout.Shapes(shapes)
+    messages = [Message(["x"], torch.float32, rank, world, 7, shapes=known) for rank in range(world)]
     Weighed(program, codec, messages).run([[gradient.flatten()] for gradient in ranks])
     gradients, means = [("x", parameter, ranks[1])], [("x", parameter, sum(ranks) / world)]
-    cost = coding._cost(parse("noise"), gradients, torch.optim.SGD([parameter], lr=0.1), world, means)
+    cost = coding._cost(parse("noise"), gradients, optimizer, world, means)
     raw = 4 * parameter.numel()
     assert raw / cost.ratios["x"] == pytest.approx(sum(sent["AllToAll"]), rel=0.02)
     assert raw / cost.sum_ratios["x"] == pytest.approx(4 * sum(sent["AllGather"]), rel=0.02)

@@ -185,6 +185,17 @@ def test_wrong_requests_say_why(
 # -- Perfetto --------------------------------------------------------------------------------------------------------
 
 
+def test_spans_have_the_names_of_program_steps() -> None:
+    tasks = [
+        Task("enc.cpu", 2, 1.0),
+        Task("a2a.flat", INTER_OUT, 1.0),
+        Task("sockets", 2, 1.0),
+        Task("dec.cpu", 2, 1.0),
+    ]
+    names = [span.name for span in perfetto.predicted(simulate([1.0], [tasks]), ["a"])]
+    assert names == ["backward a", "Encode.cpu a", "AllToAll.flat a", "sockets a", "Decode.cpu a"]
+
+
 def test_a_trace_has_every_event_once_per_resource() -> None:
     timeline = simulate([1.0, 1.0], [[Task("send", INTER_OUT | INTER_IN, 0.5)]] * 2)
     measured = [perfetto.Span("wire", "bucket 0", 1.0, 1.6)]

@@ -24,8 +24,9 @@ from ..demo import launch, verdict
 from ..demo.settings import AUTO, PLAIN, SIZE, SNAPSHOT, WORDS
 from ..emulate import Rates, format_rate, parse_rate
 from ..errors import Unsupported
-from ..planner.auto import SETTLING, TIMED
-from ..planner.measure import WARM
+from ..planner.auto import BLOCK, LISTS_AT
+from ..planner.candidates import LISTED
+from ..planner.race import ROUNDS
 from ..report.page import summary
 from .bench import row
 from .report import write
@@ -44,7 +45,7 @@ CODECS = (
 )
 
 
-ENOUGH = WARM + 2 * (SETTLING + TIMED)  # steps until auto has planned, switched and checked
+ENOUGH = LISTS_AT + (1 + LISTED) * ROUNDS * BLOCK  # steps after which auto has chosen, unless times vary much
 _CODING = "coding one gradient with each codec"
 _BUSY = 0.2  # of all processor time, taken by other programs
 _NOTABLE = 0.02  # of a step
@@ -146,7 +147,7 @@ def _words(settings: demo.Settings, result: demo.Result, obstacle: str | None) -
     where = f"{settings.hosts} hosts at {format_rate(parse_rate(settings.rate))}"
     notes = list(result.notes)
     if steps < ENOUGH and any(str(run.about["policy"]).startswith("auto") for run in result.runs):
-        notes.append(f"auto measures and plans in the first {ENOUGH} steps: give it more to see what it gains")
+        notes.append(f"auto may need {ENOUGH} steps until it has chosen: give it more to see what it gains")
     notes += _noise(result)
     if result.elsewhere > _BUSY:
         notes.append(

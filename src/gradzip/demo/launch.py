@@ -15,6 +15,7 @@ from ..emulate import Line, Rates, format_rate
 from ..errors import EmulationError
 from ..plan import Plan
 from ..planner.answer import Request
+from ..planner.candidates import usual
 from ..planner.choices import Limits
 from ..planner.network import Topology
 from ..planner.problem import Problem
@@ -22,7 +23,7 @@ from ..planner.profile import Profile
 from ..planner.timeline import CPU
 from ..report import Run, read
 from ..report.measured import measured
-from ..report.predicted import Story, stories, story_of, usual
+from ..report.predicted import Story, stories, story_of
 from .settings import (
     DESCRIBED,
     PLAIN,
@@ -39,7 +40,7 @@ from .settings import (
 
 PREDICTED = ("1gbit", "10gbit")
 _SAID = "gradzip auto: "
-_DECISIONS = ("auto: from step ", "auto: measured ")
+_DECISIONS = ("auto: from step ", "auto: races ")
 _LAST_WORDS = 15
 
 
@@ -100,12 +101,14 @@ def run(
 def _chosen(said: list[str], steps: int) -> str:
     """What `auto` chose and why, in its own words."""
     decisions = [text.removeprefix("auto: ") for text in said if text.startswith(_DECISIONS)]
-    return f"chose, {'; '.join(decisions)}" if decisions else f"chose nothing yet: {steps} steps are too few for that"
+    if not decisions:
+        return f"chose nothing yet: {steps} steps are too few for that"
+    return f"chose, {decisions[-1]}" if decisions[-1].startswith("from step ") else decisions[-1]
 
 
 def stayed_plain(run: Run) -> bool:
-    """Whether `auto` chose plain averaging, so that it sent what plain DDP sends in every step."""
-    return re.match(r"chose, from step \d+ on: plain averaging", str(run.about.get("words"))) is not None
+    """Whether `auto` tried nothing else than plain averaging, so that it sent what plain DDP sends in every step."""
+    return re.match(r"chose, from step \d+ on: plain averaging: ", str(run.about.get("words"))) is not None
 
 
 class _Clock:

@@ -67,8 +67,8 @@ def attach(
     `heartbeat` (30 s), or one message takes longer than `timeout` (30 min). `transport` is what carries large messages
     of a model on a GPU: "gloo" from the host's memory, or "nccl" from GPU to GPU.
 
-    "auto" profiles the first steps of the run, plans, and uses the plan if it pays; "auto:lossy=true" and
-    "auto:codecs=gcomp,powersgd" offer it more than near-lossless codecs (planner/auto.py).
+    "auto" profiles the first steps of the run and lets a few codecs race on the next ones; "auto:quality=near",
+    "auto:quality=lossy" and "auto:codecs=gcomp,powersgd" say which (planner/auto.py).
 
     The environment has the last word: GRADZIP=off leaves the model as it is, GRADZIP_POLICY is used instead of
     `policy`, and GRADZIP_TRANSPORT instead of `transport`. Set them alike on all ranks.

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..exchange.program import Decode, Encode
 from ..plan import Plan
+from .cost import KINDS
 from .timeline import RESOURCES, Timeline
 
 _MICROSECONDS = 1e6
+_STEPS = {kind: step.__name__ for step, kind in {**KINDS, Encode: "enc", Decode: "dec"}.items()}
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,14 @@ def predicted(timeline: Timeline, names: Sequence[str]) -> list[Span]:
         what = names[event.unit]
         tracks = ["compute"] if event.step < 0 else [r for i, r in enumerate(RESOURCES) if event.resources >> i & 1]
         for track in tracks:
-            spans.append(Span(track, f"{event.label} {what}", event.start_s, event.end_s, what))
+            spans.append(Span(track, f"{_named(event.label)} {what}", event.start_s, event.end_s, what))
     return spans
+
+
+def _named(label: str) -> str:
+    """By the name that the step has in a program: AllToAll.flat; copies, sockets and backward as they are."""
+    kind, dot, where = label.partition(".")
+    return f"{_STEPS.get(kind, kind)}{dot}{where}"
 
 
 def trace(stories: Mapping[str, Iterable[Span]]) -> dict[str, Any]:

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..codecs import parse
 from ..errors import ReportError
+from ..option import Option
 from ..plan import Plan
 from ..planner.answer import Request
-from ..planner.choices import Limits
+from ..planner.candidates import usual
+from ..planner.choices import PLAIN_CODEC, Limits
 from ..planner.network import Topology
 from ..planner.perfetto import Span, predicted
 from ..planner.problem import Problem
 from ..planner.profile import Profile
 from ..planner.units import DDP_BUCKET
-from ..routes import Route
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,17 @@ def stories(profile: Profile, plan: Plan | None = None) -> list[Story]:
     if plan is not None and codecs:
         numbers = []
         for unit in problem.units:
-            option = plan.option(unit.tensors[0].name, unit.tensors[0].shape)
-            if option not in problem.number:
-                raise ReportError(f"the planner does not know {option} on this cluster: plan again from this profile")
-            numbers.append(problem.number[option])
+            numbers.append(_number(problem, plan.option(unit.tensors[0].name, unit.tensors[0].shape)))
         found.append(_story("predicted, with the plan", problem, np.array(numbers, np.int32)))
     return found
 
 
-def usual(problem: Problem, policy: str) -> int:
-    """The number of the option that one policy for all gradients comes to: by attach's route, or else the fastest."""
-    options = [choice.option for choice in problem.choices]
-    own = [i for i, option in enumerate(options) if option.codec == str(parse(policy))]
-    routed = [i for i in own if options[i].route in ("factors", str(Route.parse("alltoall")))]
-    return min(routed or own, key=lambda i: problem.step_s(problem.uniform(i)))
+def _number(problem: Problem, option: Option) -> int:
+    if option.route is None:  # attach finds it
+        return 0 if option.codec == PLAIN_CODEC else usual(problem, option.codec)
+    if option not in problem.number:
+        raise ReportError(f"the planner does not know {option} on this cluster: plan again from this profile")
+    return problem.number[option]
 
 
 def story_of(profile: Profile, policy: str) -> Story:

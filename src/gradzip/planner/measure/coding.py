@@ -35,7 +35,7 @@ from ...errors import GradzipError, Unsupported
 from ...feedback import Memory, clean_name
 from ...routes import NAMED
 from ..profile import CodecCost, Curve
-from .messages import MessageStand, as_sent, codes_messages
+from .messages import MessageStand, Shapes, as_sent, codes_messages
 
 SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
 SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
@@ -85,7 +85,7 @@ def _cost(
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
         if codes_messages(codec):
-            return _of_messages(codec, gradients, world, means)
+            return _of_messages(codec, gradients, optimizer, world, means)
         floors = _floors(codec, optimizer)
         ratios = _ratios(codec, gradients, floors, own=True)
         sums = {} if codec.fixed_size else _ratios(codec, means, floors)
@@ -104,21 +104,31 @@ def _overall(gradients: Sequence[Gradient], ratios: Mapping[str, float]) -> floa
     return raw / sum(g.numel() * g.element_size() / ratios[n] for n, _, g in gradients)
 
 
-def _of_messages(codec: Codec, gradients: Sequence[Gradient], world: int, means: Sequence[Gradient]) -> CodecCost:
+def _of_messages(
+    codec: Codec,
+    gradients: Sequence[Gradient],
+    optimizer: torch.optim.Optimizer,
+    world: int,
+    means: Sequence[Gradient],
+) -> CodecCost:
     """A codec that codes whole messages. What the headers of its frames take, a message has once."""
     if any(g.is_cuda for _, _, g in gradients):
         raise Unsupported("what it costs on a GPU is not measured yet")
     ratios, sums = dict[str, float](), dict[str, float]()
     average = {name: mean for name, _, mean in means}
+    shapes = Shapes(optimizer, {parameter: name for name, parameter, _ in gradients})
     for name, parameter, gradient in gradients:
         own, mean = (flatten(x, parameter) for x in (gradient, average.get(name, gradient)))
-        context = Context(name, world=world)
+        context = Context(name, world=world, shape=shapes.of([name])[0])
         for found, sent, values in zip((ratios, sums), as_sent(codec, own, mean, world), (own, mean)):
             size = sent.encode(values, context).numel() - wire.HEADER_BYTES
             found[name] = values.numel() * values.element_size() / max(size, 1)
     name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
-    curves = _curves(MessageStand(codec, world), name, flatten(gradient, parameter)[:MOST], None)
-    return CodecCost(codec, _overall(gradients, ratios), {"cpu": curves[0]}, {"cpu": curves[1]}, ratios, False, sums)
+    flat, shape = flatten(gradient, parameter)[:MOST], shapes.of([name])[0]
+    encode, decode = _curves(MessageStand(codec, world), name, flat, None, shape)
+    each = shapes.seconds_per_value / gradient.element_size()  # all shapes are renewed before the first encode
+    encode = Curve(tuple((size, seconds + each * size) for size, seconds in encode.points), encode.frame_s)
+    return CodecCost(codec, _overall(gradients, ratios), {"cpu": encode}, {"cpu": decode}, ratios, False, sums)
 
 
 def _floors(codec: Codec, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
@@ -238,16 +248,18 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _curves(stand: Stand | MessageStand, name: str, flat: torch.Tensor, floor: Any) -> tuple[Curve, Curve]:
+def _curves(
+    stand: Stand | MessageStand, name: str, flat: torch.Tensor, floor: Any, shape: torch.Tensor | None = None
+) -> tuple[Curve, Curve]:
     """Encoding is the first stage of a message, decoding the last one."""
     world = stand.world
 
     def stages(values: int, tensors: int) -> tuple[float, float]:
         """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
-        share = flat[:values].repeat(-(-values // flat.numel()))[:values]
-        whole, floors = share.repeat(world), _repeated(floor, values, world)
+        whole, floors = _filled(flat, values).repeat(world), _repeated(floor, values, world)
+        shapes = None if shape is None else _filled(shape, values).repeat(world)
         # Not a step at which gradients are looked at (codecs/own.py): the message that does not count does that.
-        contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors) for i in range(tensors)]
+        contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors, shape=shapes) for i in range(tensors)]
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions
 
@@ -265,6 +277,11 @@ def _curves(stand: Stand | MessageStand, name: str, flat: torch.Tensor, floor: A
         frame_s = min(frame_s, _FRAMES_AT_MOST * min(times) / frames)
         curves.append(Curve(tuple((size, t - frames * frame_s) for size, t in points), frame_s))
     return curves[0], curves[1]
+
+
+def _filled(flat: torch.Tensor, values: int) -> torch.Tensor:
+    """The first values, or all there are as often as it takes."""
+    return flat[:values].repeat(-(-values // flat.numel()))[:values]
 
 
 def _low_rank(codec: Codec, gradients: Sequence[Gradient], world: int) -> CodecCost:

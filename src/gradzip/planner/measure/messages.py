@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ...codecs import Codec, Context
 from ...codecs.noise import LEAST, MOST, Noise
 from ...collectives import Topology
-from ...engines.noise_layout import Shapes
+from ...engines import noise_layout
 from ...exchange.codecs import message_codec
 from ...exchange.coding import Coder, Message, MessageCodec, Values
 from ...exchange.compiler import compile_route
 from ...exchange.parts import GRAIN
 from ...exchange.program import AllGather, AllToAll, Communicate, Decode, Encode, Program, Recode
 from ...routes import NAMED
+from ...sensitivity.shape import SecondMoments
 
 ROUNDS = 3
 
@@ -56,7 +58,7 @@ class MessageStand:
             for ours, given in zip(values.tensors, tensors):
                 ours.copy_(given)
             message = Message(names, tensors[0].dtype, 0, self.world, step)
-            message.shapes = Shapes(shapes) if any(shape is not None for shape in shapes) else None
+            message.shapes = noise_layout.Shapes(shapes) if any(shape is not None for shape in shapes) else None
             rounds.append(_Sending(program, self._codec, values, message).stages())
         return [statistics.median(stage) for stage in zip(*rounds[1:])]
 
@@ -121,6 +123,22 @@ class _Sending:
         table, by = self._program.table(0, source), self._program.world if step.divide else 1
         for owner, frame in enumerate(self._frames[source.name]):
             coder.decode(table, owner, [frame], None, self._program.hop(source.name), self._values, by)
+
+
+class Shapes(SecondMoments):
+    """The shapes of gradients as they will be when second moments have seen enough steps, and what they cost."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        super().__init__([optimizer], names)
+        times = []
+        for _ in range(1 + ROUNDS):
+            begun = time.thread_time()
+            self.renew()
+            times.append(time.thread_time() - begun)
+        self.seconds_per_value = statistics.median(times[1:]) / max(1, sum(p.numel() for p in names))
+
+    def _has_settled(self, parameter: torch.Tensor, name: str, second: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        return True
 
 
 def as_sent(codec: Codec, own: torch.Tensor, mean: torch.Tensor, world: int) -> tuple[Codec, Codec]:

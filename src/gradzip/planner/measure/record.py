@@ -89,7 +89,7 @@ class Recorder:
             if self._previous is not None:
                 self._note("step", _seconds(self._previous, end))
             self.steps += 1
-        self._previous = end if count else None
+        self._previous = end
         self._marks, self._ready, self.own = {}, {}, {}
 
     def _note(self, what: str, seconds: float) -> None:
