@@ -73,7 +73,7 @@ class HostProgram:
 
     def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
         self.program, self.codec = program, codec
-        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk)]
+        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
 
 
 class _Chunk:
@@ -87,11 +87,6 @@ class _Chunk:
             if isinstance(step, Communicate):
                 self.stages.append([])
         self.digest = int(program.digest, 16)
-        # Frames of which this rank's own is neither sent nor decoded, as values stand for it; with their group.
-        added = {step.source for step in program.steps if isinstance(step, Decode | Recode) and step.own is not None}
-        self.stays = {
-            step.source: step.group for step in program.steps if isinstance(step, AllToAll) and step.target in added
-        }
 
 
 @dataclass(eq=False)
@@ -113,7 +108,9 @@ class _Sent:
         """Takes note of what came of the message, when the last chunk is through."""
         outcome = self.outcome
         outcome.collectives, outcome.values = 1, sum(self.prepared.program.sizes)
-        noisy = self.coder.noisy(self.values) if self.coder is not None else None
+        assert self.coder is not None
+        self.coder.finish()
+        noisy = self.coder.noisy(self.values)
         outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
         if noisy is not None:
             outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
@@ -303,8 +300,7 @@ class _Run:
         if target.leaf:
             owners = [self._program.leaf(self._rank, target, step)]
         else:
-            group = self._chunk.stays.get(target.name)
-            stays = None if group is None else self._program.members(self._rank)[group].rank
+            stays = self._program.stays(self._rank, target)
             owners = [owner for owner in range(table.owners) if owner != stays]
         frames = [self._room(self._bound(target, table, owner)) for owner in owners]
         rooms = [room[HEAD:] for room in frames]
