@@ -11,18 +11,16 @@ from conftest import floor_for, gradient, same_bits
 from identity import native_on
 
 from gradzip import engines, parse
-from gradzip.codecs import Context
 from gradzip.collectives.topology import Topology
 from gradzip.engines import native
 from gradzip.engines.layout import Floor
-from gradzip.errors import Corrupt
 from gradzip.exchange.codecs import message_codec
-from gradzip.exchange.coding import Message, Stretch, Values
-from gradzip.exchange.compiler import compile_route, lowered
+from gradzip.exchange.coding import Message
+from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.program import VALUES, Hop, Program
+from gradzip.exchange.program import Program
 from gradzip.feedback import Memory
-from gradzip.routes import NAMED, Route, tree
+from gradzip.routes import NAMED, Route
 
 GCOMP = (
     *("gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=3", "gcomp:keep=5,round=truncate,feedback=bf16"),

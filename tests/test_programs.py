@@ -125,7 +125,8 @@ def test_an_all_to_all_encodes_every_rank_s_gradients_for_every_other_owner_and_
     codec = AddsOneToo()
     interpreted(compiled(NAMED["alltoall"], [EVEN], codec), [[x] for x in whole_numbers(EVEN)], codec)
     own, sums = Hop(0, 1, True, False), Hop(1, WORLD, False, False)
-    assert codec.seen == [*((rank, WORLD - 1, own) for rank in range(WORLD)), *((rank, 1, sums) for rank in range(WORLD))]
+    others, ranks = WORLD - 1, range(WORLD)
+    assert codec.seen == [*((rank, others, own) for rank in ranks), *((rank, 1, sums) for rank in ranks)]
 
 
 # --- Two kinds of division, and 16 bits ------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ class Codec:
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
     routes: ClassVar[tuple[str, ...]] = ()  # the only ones that it can take; none: any that codes
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor
+    shaped: ClassVar[bool] = False  # rounds by Context.shape; an exchange codes it in whole messages alone
     cuttable: ClassVar[bool] = False  # each value is coded by itself: it does not matter where a tensor is cut
 
     @property

@@ -8,7 +8,7 @@ table names, so values need not be collected first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,7 +44,7 @@ class Message:
     floors: Sequence[Floor | torch.Tensor | None] = ()  # of each tensor, as in codecs.Context; (): none
     lossless: bool = False  # ranks have other floors: gradients go lossless in this step
     book: Book | None = None  # the shared code book; None: the prior
-    counts: torch.Tensor | None = None  # where the exponents of the gradients are counted, for the next book
+    count: Callable[[torch.Tensor], None] | None = None  # is told how often the gradients have each exponent
 
 
 class Noisy(NamedTuple):

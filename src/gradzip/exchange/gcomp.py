@@ -59,8 +59,8 @@ class GCompCoder(GenericCoder):
             contexts = [self._whole(number) for number in range(len(flat))]
             states = [GenericCoder._state(self, ctx.name) for ctx in contexts]
             self._exact = self.codec.own_exact(flat, contexts, states)
-        if self.message.counts is not None:
-            self._count_exponents(flat, self.message.counts)
+        if self.message.count is not None:
+            self.message.count(self._exponents(flat))
         self._engine = self._engine_for(flat)
         if self._engine is None or memory is None or not self._feeds_back:
             super().measure(values)
@@ -84,12 +84,15 @@ class GCompCoder(GenericCoder):
     def _codec_for(self, part: Part, x: torch.Tensor, hop: Hop) -> Codec:
         return self.codec.exact if hop.own and self._exact[part.tensor] else self.codec
 
-    def _count_exponents(self, flat: Sequence[torch.Tensor], counts: torch.Tensor) -> None:
+    def _exponents(self, flat: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(256,) counts of a sample of exponents."""
+        counts = torch.zeros(256, dtype=torch.int64)
         for number, x in enumerate(flat):
             ctx, near = self._whole(number), self.codec.mode == "near"
             floor = ctx.floor if near and x.dtype == torch.float32 and not self._exact[number] else None
             mode = self.codec if floor is not None or not near else self.codec.exact
             counts += engines.pick(x.device).histogram(x, mode._job(ctx), floor).sum(0)
+        return counts
 
     # -- all parts in one call ----------------------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ each are its bytes and a number that all ranks know: of the program, the step an
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -22,12 +24,15 @@ import torch
 
 from ..collectives.channel import Channel
 from ..collectives.finite import all_finite
+from ..collectives.flat import flatten
 from ..collectives.gloo import Pending
 from ..collectives.message import Outcome
+from ..collectives.topology import Topology
 from ..errors import CodecError, PeerError
+from ..routes import Route
 from ..spans import span
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
-from .compiler import lowered
+from .compiler import compile_route, lowered
 from .parts import Table
 from .program import (
     VALUES,
@@ -76,6 +81,33 @@ class HostProgram:
         self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
 
 
+class HostMessage:
+    """Tensors that travel together by one codec and route, for as long as they stay where they are."""
+
+    def __init__(self, codec: MessageCodec, route: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """The values of each tensor lie densely in memory, in whatever order of dimensions."""
+        self.codec, self.route, self.names = codec, Route.parse(route), tuple(names)
+        self.values = Values([flatten(tensor, tensor) for tensor in tensors], shaped=tensors)
+        self.dtype = tensors[0].dtype
+        self._program: HostProgram | None = None
+
+    @cached_property
+    def described(self) -> str:
+        """What all ranks must agree on."""
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in zip(self.names, self.values.shaped)]
+        layout = hashlib.blake2b(repr((shapes, self.dtype)).encode(), digest_size=4).hexdigest()
+        words = f"{self.codec.text} by {self.route} for {self.names[0]!r} and {len(self.names) - 1} more"
+        return f"{words}, layout {layout}"
+
+    def program(self, topology: Topology) -> HostProgram:
+        """Its program, which is compiled once."""
+        if self._program is None:
+            sizes, sums = [tensor.numel() for tensor in self.values.tensors], self.codec.codes_sums
+            program = compile_route(self.codec.text, self.route, self.names, sizes, self.dtype, topology, sums)
+            self._program = HostProgram(program, self.codec)
+        return self._program
+
+
 class _Chunk:
     """A program of which each stage ends with an exchange, but for the last one."""
 
@@ -107,14 +139,14 @@ class _Sent:
     def report(self) -> None:
         """Takes note of what came of the message, when the last chunk is through."""
         outcome = self.outcome
-        outcome.collectives, outcome.values = 1, sum(self.prepared.program.sizes)
+        outcome.collectives = 1
         assert self.coder is not None
         self.coder.finish()
         noisy = self.coder.noisy(self.values)
         outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
         if noisy is not None:
             outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
-            outcome.allowed = noisy.share * noisy.squares
+            outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
 
     def end(self, error: BaseException | None = None) -> None:
         """A chunk is through, or has failed; tells whoever waits for the message, once."""
@@ -136,6 +168,7 @@ class HostRunner:
     """Runs messages in the order in which they are submitted, which is the same on all ranks."""
 
     def __init__(self, channel: Channel) -> None:
+        self.agreed: set[str] = set()  # descriptions of messages that ranks have told each other of
         self._channel = channel
         self._queues: list[SimpleQueue[_Run | None]] = [SimpleQueue() for _ in range(THREADS)]
         self._threads: list[threading.Thread] = []

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, saved
 from ..accordion import Accordion
-from ..backward import Backward, is_alone, shares_book
+from ..backward import Backward, is_alone
 from ..codecs import Codec
 from ..collectives import transports
 from ..collectives.finite import all_finite
@@ -30,7 +30,7 @@ from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange import on_stream
 from ..exchange.checks import Row
 from ..feedback import Memory, Value
-from ..gradients import PLAIN, Future, Late, Way
+from ..gradients import PLAIN, Future, Late, Way, shares_book
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
@@ -131,7 +131,7 @@ class Handle:
     def _meet(self, scheme: _Scheme) -> None:
         """Compares with the other ranks what the first step will be; gives the channel back if they differ."""
         try:
-            self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
+            self._channel.compare(self._agreement(scheme), wait=scheme.shaped or scheme.streams)
             if scheme.streams:
                 self._scheme = scheme
                 self._start_stream()
@@ -419,7 +419,7 @@ class Handle:
         plain = self._scheme.plain and not self._memory.residuals
         learns = self._learns
         rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if self._scheme.whole and self._shapes.renew():
+        if self._scheme.shaped and self._shapes.renew():
             self._shapes_version = object()
         begun = Backward(
             self._steps,
@@ -445,7 +445,7 @@ class Handle:
         )
         joined = self._has_joined()
         begun.compare(joined, self._warn)
-        if self._scheme.whole:
+        if self._scheme.shaped:
             begun.compare_shapes(joined, self._joins(), self._warn)
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
@@ -461,7 +461,7 @@ class Handle:
         runner = self._start_stream()
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
-        use_shapes = self._scheme.whole and not self._joins()  # other codecs than noise have no use for them
+        use_shapes = self._scheme.shaped and not self._joins()  # other codecs than noise have no use for them
         self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
         self._premises.begin(active=False)
         return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
@@ -606,6 +606,7 @@ class _Scheme:
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
         self.whole = any(way.whole is not None for way in ways.values())
+        self.shaped = any(way.codec.shaped for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
         sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
