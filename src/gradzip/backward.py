@@ -309,12 +309,10 @@ class Backward:
 
     def _submit_whole(self, whole: Whole, done: Callable[[Outcome], None]) -> None:
         """Sends gradients that are coded as one message."""
-        if not self._agreements:
-            self._agree(f"whole messages at step {self.number} ({self.words})")
         channel, runner = self.channel, runner_of(self.channel)
-        if (said := whole.described) not in runner.agreed:
-            self._agree(f"{said} ({self.words})")
-            runner.agreed.add(said)
+        if not self._agreements or whole.described not in runner.agreed:  # the first of a step, and new ones
+            self._agree(f"{whole.described} at step {self.number} ({self.words})")
+            runner.agreed.add(whole.described)
         message = coding.Message(whole.names, whole.dtype, channel.rank, channel.world, self.number)
         message.scale, message.memory, message.book = self.scale, self.memory, self._book
         floors = [self.ways[name].floor for name in whole.names]

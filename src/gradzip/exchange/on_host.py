@@ -56,6 +56,7 @@ THREADS = 3
 IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
 _ALIGN = 8  # bytes: frames that travel together begin at multiples of it
+FIRST_NUMBER = 1 << 32  # of chunks, for those who watch: jobs of the pipeline have lower ones
 _FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
 _EXCHANGES, _CHUNKS = 1 << 8, 1 << 9  # of a program, and of all programs before tags are used again
 _DIGESTS = (1 << 30) // (_EXCHANGES * _CHUNKS) - 1
@@ -76,8 +77,10 @@ class Frame(NamedTuple):
 class HostProgram:
     """A message's program with all that this rank needs to run it: made once for a layout of the message."""
 
-    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
+    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK, route: str | None = None) -> None:
+        """`route` is what the user calls the program's."""
         self.program, self.codec = program, codec
+        self.words = f"{program.codec} by {route or program.route}"
         self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
 
 
@@ -86,7 +89,7 @@ class HostMessage:
 
     def __init__(self, codec: MessageCodec, route: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """The values of each tensor lie densely in memory, in whatever order of dimensions."""
-        self.codec, self.route, self.names = codec, Route.parse(route), tuple(names)
+        self.codec, self._route, self.names = codec, route, tuple(names)
         self.values = Values([flatten(tensor, tensor) for tensor in tensors], shaped=tensors)
         self.dtype = tensors[0].dtype
         self._program: HostProgram | None = None
@@ -96,15 +99,16 @@ class HostMessage:
         """What all ranks must agree on."""
         shapes = [(name, tuple(tensor.shape)) for name, tensor in zip(self.names, self.values.shaped)]
         layout = hashlib.blake2b(repr((shapes, self.dtype)).encode(), digest_size=4).hexdigest()
-        words = f"{self.codec.text} by {self.route} for {self.names[0]!r} and {len(self.names) - 1} more"
+        words = f"{self.codec.text} by {self._route} for {self.names[0]!r} and {len(self.names) - 1} more"
         return f"{words}, layout {layout}"
 
     def program(self, topology: Topology) -> HostProgram:
         """Its program, which is compiled once."""
         if self._program is None:
             sizes, sums = [tensor.numel() for tensor in self.values.tensors], self.codec.codes_sums
-            program = compile_route(self.codec.text, self.route, self.names, sizes, self.dtype, topology, sums)
-            self._program = HostProgram(program, self.codec)
+            route = Route.parse(self._route)
+            program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
+            self._program = HostProgram(program, self.codec, route=self._route)
         return self._program
 
 
@@ -274,9 +278,8 @@ class _Run:
         self._raw = RAW.coder(sent.message)
         self._pending: Pending | None = None
         self._land: Callable[[], None] = lambda: None
-        self._arrived: Callable[[], None] = lambda: None
         names = self._program.names
-        self._what = f"{self._program.codec} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
+        self._what = f"{sent.prepared.words} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
 
     def go_on(self) -> bool:
         """Up to the next exchange, which is started; True if there is none."""
@@ -286,18 +289,19 @@ class _Run:
         if self._pending is not None:
             with span("wire", self._what):
                 self._pending.wait()
-            self._arrived()
             self._land()
             self._pending = None
         arrived = time.perf_counter()
+        self._saw("code")
         if self.sent.coder is None:
             self.sent.begin()
             self.sent.coder = self.sent.prepared.codec.coder(self.sent.message)
             self.sent.coder.measure(self.sent.values)
         with span("code", self._what):
-            for step in self._chunk.stages[self._stage]:
-                if self._program.takes_part(self._rank, step):
-                    self._do(step)
+            started = self._run_stage()
+        self._saw("coded")
+        if started:
+            self._saw("start")
         self._stage += 1
         over = self._stage == len(self._chunk.stages)
         if over:
@@ -306,6 +310,16 @@ class _Run:
             self.sent.outcome.waiting += arrived - began
             self.sent.outcome.coding += time.perf_counter() - arrived
         return over
+
+    def _run_stage(self) -> bool:
+        """Whether data is under way then."""
+        for step in self._chunk.stages[self._stage]:
+            if self._program.takes_part(self._rank, step):
+                self._do(step)
+        return self._pending is not None
+
+    def _saw(self, kind: str) -> None:
+        self._channel.watch.saw(kind, self._stage, FIRST_NUMBER + self._number, self._what)
 
     def close(self) -> None:
         """Hands buffers back."""
@@ -317,15 +331,17 @@ class _Run:
     def _do(self, step: Step) -> None:
         if isinstance(step, Communicate):
             self._communicate(step)
-        elif isinstance(step, Encode):
-            self._encode(step, self._plain[step.source])
-        elif isinstance(step, Decode):
-            self._plain[step.target] = self._decode(step, self._buffer(step.target))
-        elif isinstance(step, Recode):
-            self._recode(step)
-        else:
-            assert isinstance(step, Copy)
-            self._plain[step.target] = self._plain[step.source]
+            return
+        with span(step.name.lower()):
+            if isinstance(step, Encode):
+                self._encode(step, self._plain[step.source])
+            elif isinstance(step, Decode):
+                self._plain[step.target] = self._decode(step, self._buffer(step.target))
+            elif isinstance(step, Recode):
+                self._recode(step)
+            else:
+                assert isinstance(step, Copy)
+                self._plain[step.target] = self._plain[step.source]
 
     def _encode(self, step: Encode | Recode, values: Values) -> None:
         target = self._buffer(step.target)
@@ -432,7 +448,6 @@ class _Run:
         receives = [(members.ranks[peer], buffers[peer]) for peer in reversed(others) if peer in into]
         sends = [(members.ranks[peer], self._packed(out[peer])) for peer in others if peer in out]
         self._count(sends)
-        self._arrived = self._channel.watch.began_elsewhere(self._what)
         self._pending = self._channel.gloo.send(sends, receives, self._tag())
 
         def land() -> None:
