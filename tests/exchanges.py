@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
 from gradzip.collectives import Channel, Message, Outcome, open_channel, route_of, submit
+from gradzip.exchange import coding
+from gradzip.exchange.codecs import message_codec
+from gradzip.exchange.on_host import HostMessage, runner_of
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -48,10 +52,19 @@ class Exchanger:
             done.set()
 
         self._waiting.append((done, outcomes))
+        whole, on_cpu = message_codec(chosen), self.channel.device.type == "cpu"
+        if whole is not None and on_cpu and (Route.parse(by).compresses or chosen.lossless):
+            self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)
+            return
         message = Message(chosen, by, list(tensors.values()), contexts, self.memory)
         if self.channel.device.type == "cuda":
             message.ready = torch.cuda.current_stream().record_event()  # they may still be written to
         submit(message, self.channel, end)
+
+    def _send_whole(self, sent: HostMessage, end: Callable[[Outcome], None]) -> None:
+        about = coding.Message(sent.names, sent.dtype, self.channel.rank, self.channel.world, self.step)
+        about.memory = self.memory
+        runner_of(self.channel).submit(sent.program(self.channel.topology), sent.values, about, end)
 
     def _state(self, name: str, codec: str) -> dict[str, Any]:
         return self.memory.state(name, parse(codec).name)

@@ -25,7 +25,8 @@ WORLD = 4
 HEARTBEAT = 5  # seconds; 30 by default
 NAP = 60  # seconds that a rank sleeps, twice the usual heartbeat
 LINK_DOWN = "a link down"  # the only one that needs emulated hosts
-DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(8, 16)}  # the bytes of a message that change
+# The bytes of a message that change. In front of a frame are its size and what program and step it is of.
+DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(16, 24), "a corrupt head": slice(8, 16)}
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
 # What carries data: the second is over Gloo, without a GPU (standin.py); then the host runner of exchange/, and the
@@ -102,10 +103,9 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
 
 def happen(fault: str) -> None:
     """What a rank does to itself; signals come from outside."""
-    from gradzip.collectives import coder
     from gradzip.collectives.gloo import Gloo
     from gradzip.emulate.network import INTERFACE
-    from gradzip.exchange import noise, on_device
+    from gradzip.exchange import generic, noise, on_device
 
     if fault == "asleep":
         time.sleep(NAP)
@@ -114,7 +114,7 @@ def happen(fault: str) -> None:
         def lost_count(*args: Any) -> Any:
             raise ArithmeticError("the codec lost count")
 
-        coder.TensorCoder.encode = lost_count  # type: ignore[method-assign]
+        generic.GenericCoder.encode = lost_count  # type: ignore[method-assign]
         noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
         on_device.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:

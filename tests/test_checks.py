@@ -9,7 +9,7 @@ from ranks import run_ranks
 from training import same, start
 
 from gradzip import Fixed
-from gradzip.collectives.coder import TensorCoder
+from gradzip.exchange.gcomp import GCompCoder
 
 
 def checked(rank: int) -> dict[str, Any]:
@@ -20,16 +20,16 @@ def checked(rank: int) -> dict[str, Any]:
     assert run.handle is not None
     run.train(0, 3)
     good = run.handle.error is None
-    finite = TensorCoder.finite
+    finish = GCompCoder.finish
 
-    def flipped(self: TensorCoder, layout: Any) -> bool:
+    def flipped(self: GCompCoder) -> None:
         if rank == 1:
-            for ctx, flat in zip(self.contexts, self._flat):
-                if ctx.name == "2.weight":
+            for name, flat in zip(self.message.names, self._own.tensors):
+                if name == "2.weight":
                     flat[7] += 1
-        return finite(self, layout)
+        finish(self)
 
-    patch.setattr(TensorCoder, "finite", flipped)
+    patch.setattr(GCompCoder, "finish", flipped)
     with pytest.raises(RuntimeError) as caught:
         run.train(3, 4)
     patch.undo()

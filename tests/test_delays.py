@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 from gradzip import Rules
 from gradzip.collectives import channel
+from gradzip.exchange.on_host import FIRST_NUMBER
 from gradzip.routes import NAMED
 
 LAYERS, SHAPE = 4, (48, 32)  # of each model; a layer is more than a bucket
@@ -47,7 +48,8 @@ def delayed(rank: int, steps: int, longest: float) -> dict[str, Any]:
 
     def probe(kind: str, stage: int, number: int) -> None:
         time.sleep(late.random() * longest)
-        issued.setdefault(f"{kind}-{stage}", []).append(number)
+        who = "runner" if number >= FIRST_NUMBER else "pipeline"  # they have threads of their own
+        issued.setdefault(f"{who}: {kind}-{stage}", []).append(number)
 
     def before_hook(parameter: torch.Tensor) -> None:
         time.sleep(late.random() * longest)
@@ -86,7 +88,8 @@ def check(steps: int, longest: float, deadline: float) -> None:
         assert result["wrong"] == []
         assert result["issued"] == results[0]["issued"], "the order of issue depends on timing"
         assert result["books"] == results[0]["books"]
-    assert len(results[0]["issued"]["agree-0"]) >= 2 * LAYERS * (steps - 1)  # DDP forms its buckets in the first step
+    coded = results[0]["issued"]["runner: code-0"]
+    assert len(coded) >= 2 * LAYERS * (steps - 1)  # DDP forms its buckets in the first step
     if steps > 2:
         assert any(book is not None for book in results[0]["books"]), "the code book was never made anew"
 

@@ -29,8 +29,8 @@ import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
 from gradzip.collectives import channel, health
-from gradzip.collectives.coder import TensorCoder
 from gradzip.emulate import launch
+from gradzip.exchange.gcomp import GCompCoder
 from gradzip.report.measured import measured
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
@@ -197,16 +197,16 @@ def gone(rank: int) -> None:
 
 
 def flipped(rank: int) -> None:
-    finite = TensorCoder.finite
+    finish = GCompCoder.finish
 
-    def spoiled(self: TensorCoder, layout: Any) -> bool:
+    def spoiled(self: GCompCoder) -> None:
         if rank == 1:
-            self._flat[0][7] += 1
-        return finite(self, layout)
+            self._own.tensors[0][7] += 1
+        finish(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADZIP_CHECK", "1")
-        patch.setattr(TensorCoder, "finite", spoiled)
+        patch.setattr(GCompCoder, "finish", spoiled)
         Loop(Fixed("gcomp:mode=lossless")).step()
 
 

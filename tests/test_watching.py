@@ -176,7 +176,7 @@ def test_traces_show_exchanges_and_on_all_threads_codec_and_wire(seen: list[dict
             coded = [event["name"] for event in ours if event["name"].startswith("gradzip: code ")]
             assert any("gcomp:keep=7" in name and "by alltoall at step 3 for '" in name for name in coded), coded
     assert found["usual"] == {"exchange"}
-    assert found["all"] == {"exchange", "code", "wire", "encode", "decode"}
+    assert found["all"] == {"exchange", "code", "wire", "encode", "recode", "decode"}
 
 
 def test_the_report_shows_a_traced_step(seen: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:

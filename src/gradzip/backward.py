@@ -13,15 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import checks
-from .codecs import Codec, Context
+from .codecs import Context
 from .codecs.baseline import Identity
-from .codecs.gcomp import GComp
 from .collectives import Channel, Elsewhere, Job, Message, Outcome, average_plainly, submit
 from .collectives.finite import all_finite
 from .collectives.gloo import Broken
@@ -30,7 +29,7 @@ from .collectives.pipeline import Agreement
 from .exchange import coding
 from .exchange.on_host import runner_of
 from .feedback import Memory
-from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future
+from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future, shares_book
 from .refresh import SharedBook
 from .sensitivity.shape import SecondMoments
 from .spans import until
@@ -110,7 +109,7 @@ class Backward:
         self._complete = threading.Event()  # all messages are through
         self._comparison: checks.Comparison | None = None
         self._shape_comparison: checks.Comparison | None = None
-        self._agreement: Job | None = None  # of all ranks on what whole messages this step sends
+        self._agreements: list[Job] = []  # of all ranks on what whole messages this step sends
         self._last_came: float | None = None
         self.alone = is_alone(self.channel)
         self.check &= not self.alone
@@ -122,6 +121,8 @@ class Backward:
         self._book = self.books.at(self.number) if self.book_limit else None
         wanted = bool(self.book_limit) and self.books.wants(self.number, self.book_refresh) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
+        self._to_count = 0  # whole messages that have not told their counts yet
+        self._counted = threading.Condition()
 
     def _transforms(self) -> bool:
         return any(way.codec.transforms for way in self.ways.values())
@@ -240,7 +241,8 @@ class Backward:
         drafts = self.late.drafts(self._waiting, self.ways, rank, world) if self._waiting else []
         starts = [(draft.kind, functools.partial(self._submit_late, draft, ready)) for draft in drafts]
         if self._counts is not None:
-            refresh = functools.partial(self.books.refresh, self._counts, self.number, self.book_limit, self.channel)
+            about = self.number, self.book_limit, self.channel
+            refresh = functools.partial(self.books.refresh, self._all_counts, *about)
             starts.append(("code books", refresh))
         if starts:
             with self._lock:  # they count before any is through, in place of buckets: the first may be the last
@@ -307,19 +309,31 @@ class Backward:
 
     def _submit_whole(self, whole: Whole, done: Callable[[Outcome], None]) -> None:
         """Sends gradients that are coded as one message."""
-        if self._agreement is None:
-            what = f"whole messages at step {self.number} ({self.words})"
-            self._agreement = Job(Agreement(what), no_steps(), self._lost)
-            self.channel.pipeline.submit(self._agreement, elsewhere=True)
-        channel, message = self.channel, coding.Message(whole.names, whole.dtype, step=self.number)
-        message.rank, message.world = channel.rank, channel.world
-        program = whole.program(channel.topology)
+        channel, runner = self.channel, runner_of(self.channel)
+        if not self._agreements or whole.described not in runner.agreed:  # the first of a step, and new ones
+            self._agree(f"{whole.described} at step {self.number} ({self.words})")
+            runner.agreed.add(whole.described)
+        message = coding.Message(whole.names, whole.dtype, channel.rank, channel.world, self.number)
+        message.scale, message.memory, message.book = self.scale, self.memory, self._book
+        floors = [self.ways[name].floor for name in whole.names]
+        if any(floor is not None for floor in floors):
+            message.floors = floors
+        if self._counts is not None and whole.shares_book:
+            message.count, self._to_count = self._count, self._to_count + 1
 
         def begin() -> None:
+            message.lossless = bool(message.floors) and self._must_be_lossless()
             if self._shapes_agree():
                 message.shapes = whole.shapes(self.shapes, self.shapes_version)
 
-        runner_of(channel).submit(program, whole.values, message, done, begin, self._wait_for_agreement)
+        program = whole.program(channel.topology)
+        runner.submit(program, whole.values, message, done, begin, self._wait_for_agreement)
+
+    def _agree(self, what: str) -> None:
+        """Has all ranks say what they do, beside the messages."""
+        job = Job(Agreement(what), no_steps(), self._lost)
+        self._agreements.append(job)
+        self.channel.pipeline.submit(job, elsewhere=True)
 
     def _lost(self, job: Job, error: BaseException | None) -> None:
         if error is not None:
@@ -327,10 +341,25 @@ class Backward:
 
     def _wait_for_agreement(self) -> None:
         """Returns when all ranks have said that they send the same messages in this step."""
-        assert self._agreement is not None
-        self._agreement.agreement.reached.wait()
+        for job in list(self._agreements):
+            job.agreement.reached.wait()
         if self.channel.error is not None:
             raise self.channel.error
+
+    def _count(self, counts: torch.Tensor) -> None:
+        """Takes the exponents of a message."""
+        with self._counted:
+            assert self._counts is not None
+            self._counts += counts
+            self._to_count -= 1
+            self._counted.notify_all()
+
+    def _all_counts(self) -> torch.Tensor:
+        """Waits until all messages of this rank have told theirs."""
+        with self._counted:
+            self._counted.wait_for(lambda: self._to_count == 0 or self.totals.error is not None)
+            assert self._counts is not None
+            return self._counts
 
     def _submit_late(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
         """Sends what waited for the last bucket, in the order of names."""
@@ -447,8 +476,8 @@ class Backward:
         """What the pipeline knows of, and does not do itself, is through."""
         if self._elsewhere is not None:
             self._elsewhere.end()
-        if self._agreement is not None:
-            self.channel.pipeline.end(self._agreement)
+        for job in self._agreements:
+            self.channel.pipeline.end(job)
 
     def fail(self, error: BaseException) -> None:
         """Every bucket that DDP still waits for raises."""
@@ -458,6 +487,8 @@ class Backward:
                 if not ticket.promise.kept:
                     ticket.error = error
         self._complete.set()
+        with self._counted:
+            self._counted.notify_all()
         try:
             self.on_end(self)
         finally:
@@ -470,10 +501,6 @@ class Backward:
 def is_alone(channel: Channel) -> bool:
     """The mean over one rank is what it has: nothing is coded, lost or sent."""
     return channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
-
-
-def shares_book(codec: Codec) -> TypeGuard[GComp]:
-    return isinstance(codec, GComp) and codec.book == "shared"
 
 
 def _buffer_or_raise(ticket: _Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 
 from .codecs import Codec, Context
-from .collectives import Topology, flatten
+from .codecs.gcomp import GComp
+from .collectives import flatten
 from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
 from .engines.noise_layout import Shapes
-from .exchange.codecs import message_codec, stream_codec
-from .exchange.coding import MessageCodec, Values
-from .exchange.compiler import compile_route
-from .exchange.on_host import HostProgram
+from .exchange.codecs import stream_codec
+from .exchange.coding import MessageCodec
+from .exchange.on_host import HostMessage
 from .exchange.on_stream import StreamMessage
-from .routes import Route
 from .sensitivity.shape import SecondMoments
 
 PLAIN = "identity/allreduce"
@@ -38,35 +38,24 @@ class Way:
     route: str
     late: bool  # waits for the last bucket
     floor: Floor | torch.Tensor | None
+    whole: MessageCodec | None = None  # codes it with others, as one message
     kind: str = field(init=False, compare=False)  # codec and route, in words
     form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
-    whole: MessageCodec | None = field(init=False, compare=False)  # codes it with others, as one message
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
         object.__setattr__(self, "form", self.codec.error_memory)
-        object.__setattr__(self, "whole", message_codec(self.codec))
 
 
-class Whole:
-    """Gradients of a bucket that are coded as one message, and stay where they are."""
+class Whole(HostMessage):
+    """Gradients of a bucket that are coded as one message."""
 
-    def __init__(self, kind: str, codec: MessageCodec, route: str, named: Named) -> None:
-        self.kind, self.codec, self._route = kind, codec, route
-        self.names = tuple(name for name, _ in named)
-        self.values = Values([flatten(gradient, gradient) for _, gradient in named])
-        self.dtype = named[0][1].dtype
-        self._program: HostProgram | None = None
+    def __init__(self, way: Way, named: Named) -> None:
+        assert way.whole is not None
+        super().__init__(way.whole, way.route, [name for name, _ in named], [gradient for _, gradient in named])
+        self.kind = way.kind
+        self.shares_book = shares_book(way.codec)
         self._shapes: tuple[object, Shapes | None] = None, None
-
-    def program(self, topology: Topology) -> HostProgram:
-        """Its program, which is compiled once."""
-        if self._program is None:
-            route, sizes = Route.parse(self._route), [tensor.numel() for tensor in self.values.tensors]
-            sums = self.codec.codes_sums
-            program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
-            self._program = HostProgram(program, self.codec)
-        return self._program
 
     def shapes(self, source: SecondMoments, version: object) -> Shapes | None:
         """Those of its gradients; looked up anew when the version is another."""
@@ -85,6 +74,7 @@ class Bucket(Named):
         self.comes_again = comes_again
         self._ways: Mapping[str, Way] | None = None
         self._parted: tuple[Named, Named, list[Whole]] = [], [], []
+        self._wholes: dict[tuple[str, tuple[str, ...]], Whole] = {}  # by kind and names
         self._streamed: tuple[Mapping[str, Way] | None, list[StreamMessage]] = None, []
         self._done: Future | None = None
 
@@ -94,9 +84,19 @@ class Bucket(Named):
             late = [(name, g) for name, g in self if ways[name].late]
             soon = [(name, g) for name, g in self if not ways[name].late and ways[name].whole is None]
             together = _together([(name, g) for name, g in self if ways[name].whole is not None], ways)
-            self._parted = late, soon, [_whole(ways[named[0][0]], named) for named in together]
+            self._parted = late, soon, self._whole_messages(together, ways)
             self._ways = ways
         return self._parted
+
+    def _whole_messages(self, together: list[Named], ways: Mapping[str, Way]) -> list[Whole]:
+        """Those of the step before where nothing but floors has changed."""
+        found: dict[tuple[str, tuple[str, ...]], Whole] = {}
+        for named in together:
+            way = ways[named[0][0]]
+            key = way.kind, tuple(name for name, _ in named)
+            found[key] = self._wholes.get(key) or Whole(way, named)
+        self._wholes = found
+        return list(found.values())
 
     def streamed(self, ways: Mapping[str, Way]) -> list[StreamMessage]:
         """The messages of the stream runner, which take all gradients that have values."""
@@ -126,9 +126,8 @@ def _stream_message(way: Way, named: Named) -> StreamMessage:
     return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for _, g in named])
 
 
-def _whole(way: Way, named: Named) -> Whole:
-    assert way.whole is not None
-    return Whole(way.kind, way.whole, way.route, named)
+def shares_book(codec: Codec) -> TypeGuard[GComp]:
+    return isinstance(codec, GComp) and codec.book == "shared"
 
 
 def new_future(device: torch.device) -> Future:

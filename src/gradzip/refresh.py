@@ -43,14 +43,19 @@ class SharedBook:
         return step % every == 0
 
     def refresh(
-        self, counts: torch.Tensor, step: int, limit: int, channel: Channel, done: Callable[[Outcome], None]
+        self,
+        counted: Callable[[], torch.Tensor],
+        step: int,
+        limit: int,
+        channel: Channel,
+        done: Callable[[Outcome], None],
     ) -> None:
-        """Adds up the counts of all ranks; `counts` is complete when all chunks submitted before have been coded."""
+        """Adds up the counts of all ranks; `counted` waits for this rank's own."""
         self._due, self._coming = step + DELAY, None
         self._made.clear()
 
         def run(job: Job, outcome: Outcome) -> Steps:
-            group, own = channel.groups["flat"], counts.view(torch.uint8)
+            group, own = channel.groups["flat"], counted().view(torch.uint8)
             received = yield Exchange("flat", [own] * group.size, [own.numel()] * group.size)
             total = torch.stack([part.view(torch.int64) for part in received if part is not None]).sum(0)
             if int(total.sum()):

@@ -31,11 +31,10 @@ from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
 from ..exchange import coding
 from ..exchange.codecs import message_codec
-from ..exchange.on_host import runner_of
+from ..exchange.on_host import HostMessage, runner_of
 from ..feedback import Memory
-from ..gradients import Whole
 from ..option import Option
-from ..routes import NAMED
+from ..routes import NAMED, Route
 from .sample import Sample
 
 ROUNDS = 7
@@ -144,7 +143,7 @@ class Bench:
         floor = None if floor is None else _on(floor, self.own.device)
         memory, step = Memory(self._rank), 0
         way = _Way(str(codec), label, lambda: None, codec, floor, transport=channel.transport)
-        whole = self._whole(codec, route, channel)
+        whole = self._whole(codec, route, channel, memory, floor)
 
         def run() -> None:
             nonlocal step
@@ -170,16 +169,20 @@ class Bench:
         way.run = run
         return way
 
-    def _whole(self, codec: Codec, route: str, channel: Channel) -> _Start | None:
+    def _whole(
+        self, codec: Codec, route: str, channel: Channel, memory: Memory, floor: Floor | torch.Tensor | None
+    ) -> _Start | None:
         """How to send the gradient by a codec of whole messages; None: it is not one."""
         messages = message_codec(codec)
-        if messages is None:
+        codes = messages is not None and (Route.parse(route).compresses or codec.lossless)
+        if messages is None or not codes or self.own.device.type != "cpu":
             return None
-        message = Whole(str(codec), messages, route, [("gradient", self.result)])
+        message = HostMessage(messages, route, ["gradient"], [self.result])
         program, runner = message.program(channel.topology), runner_of(channel)
 
         def start(step: int, done: Callable[[Outcome], None]) -> None:
             about = coding.Message(message.names, message.dtype, self._rank, self._world, step)
+            about.memory, about.floors = memory, () if floor is None else (floor,)
             runner.submit(program, message.values, about, done)
 
         return start

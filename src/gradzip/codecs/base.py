@@ -140,10 +140,30 @@ class Codec:
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
     routes: ClassVar[tuple[str, ...]] = ()  # the only ones that it can take; none: any that codes
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor
+    shaped: ClassVar[bool] = False  # rounds by Context.shape; an exchange codes it in whole messages alone
+    cuttable: ClassVar[bool] = False  # each value is coded by itself: it does not matter where a tensor is cut
 
     @property
     def lossless(self) -> bool:
         return False
+
+    @property
+    def codes_sums(self) -> bool:
+        """Whether sums over ranks are coded as they are and divided at the end; else means are coded."""
+        return False
+
+    @property
+    def densest(self) -> Codec:
+        """The codec of the longest frames that an exchange makes with this one, those of sums included."""
+        return self
+
+    def for_sum(self, x: torch.Tensor) -> Codec:
+        """What codes x, a sum of decoded frames."""
+        return self
+
+    def decoder(self, codec_id: int) -> Codec:
+        """What decodes a frame of that codec id in an exchange with this codec; it may be one of a sum."""
+        return self
 
     @property
     def biased(self) -> bool:

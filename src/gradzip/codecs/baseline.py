@@ -24,6 +24,7 @@ class Identity(Codec):
     wire_id: ClassVar[int] = 0
     summary: ClassVar[str] = "the values as they are"
     summable: ClassVar[bool] = True
+    cuttable: ClassVar[bool] = True
 
     @property
     def lossless(self) -> bool:
@@ -60,6 +61,7 @@ class Cast(Lossy):
     summary: ClassVar[str] = "rounded to bf16 or fp16, 2 bytes per value"
     error: ClassVar[str] = "rounding, by up to 1/512 (bf16) or 1/4096 (fp16) of each value"
     summable: ClassVar[bool] = True
+    cuttable: ClassVar[bool] = True
     to: str = "bf16"
 
     _TYPES: ClassVar[dict[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,6 +107,7 @@ class ByteCodec(Codec, ABC):
     """A general-purpose compressor over the tensor's bytes, on the CPU."""
 
     fixed_size: ClassVar[bool] = False
+    cuttable: ClassVar[bool] = True
     expansion: ClassVar[int]  # bytes that one packed byte can stand for at the most
 
     @property

@@ -43,6 +43,7 @@ class GComp(Lossy):
     summary: ClassVar[str] = "Huffman-coded exponents; mantissa exact, rounded, or cut to what the optimizer can feel"
     error: ClassVar[str] = "what cannot move a parameter by an ulp; or none, or rounding, as the mode says"
     fixed_size: ClassVar[bool] = False
+    cuttable: ClassVar[bool] = True
 
     mode: str = "near"
     keep: int | None = None  # mantissa bits; giving it means mode=keep
@@ -92,6 +93,10 @@ class GComp(Lossy):
     @property
     def lossless(self) -> bool:
         return self.mode == "lossless"
+
+    @property
+    def codes_sums(self) -> bool:
+        return self.mode == "near"  # sums lie on the grid, means do not
 
     @property
     def exact(self) -> GComp:

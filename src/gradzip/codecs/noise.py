@@ -34,6 +34,7 @@ class Noise(Codec):
     error: ClassVar[str] = "zero-mean noise, a stated share of the mean square"
     fixed_size: ClassVar[bool] = False
     routes: ClassVar[tuple[str, ...]] = ("alltoall",)
+    shaped: ClassVar[bool] = True
 
     share: str | float = 0.01  # of the noise in the mean square: 0.01% to 30%; lower = closer to the gradient
 

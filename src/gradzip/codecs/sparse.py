@@ -63,6 +63,18 @@ class SparseFrame(Codec, ABC):
     def most(self, numel: int) -> int:
         """How many of `numel` values a frame holds at the most."""
 
+    @property
+    def densest(self) -> Codec:
+        return TopK(ratio=1.0)
+
+    def for_sum(self, x: torch.Tensor) -> Codec:
+        """All values that one of the sparse tensors had: the union of their positions."""
+        count = max(int(x.count_nonzero()), fewest(x.numel()))
+        return TopK(ratio=count / x.numel(), feedback="false")
+
+    def decoder(self, codec_id: int) -> Codec:
+        return self if codec_id == self.wire_id else TopK()  # a union
+
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return sparse_bytes(numel, self.most(numel), dtype.itemsize)
 

@@ -228,7 +228,8 @@ class Channel:
         """
         if not isinstance(error, Broken):
             return self.fail(error)
-        timed_out = "imed out" in str(error)
+        # A wait that times out ends all others of the same connection, which may be seen first.
+        timed_out = "imed out" in str(error) or "timeout caused pair closure" in str(error)
         rank, known = error.rank, self.error
         for patience in (_LAST_WORDS, 0.0):  # who is seen to be gone only then may have left word meanwhile
             if known is None and rank is None and not timed_out:

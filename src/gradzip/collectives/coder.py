@@ -16,11 +16,9 @@ from functools import partial
 import torch
 
 from .. import engines, wire
-from ..codecs import BY_ID, Codec, Context, books
+from ..codecs import Codec, Context, books
 from ..codecs.base import Sparse, wide
-from ..codecs.baseline import ByteCodec, Cast, Identity
 from ..codecs.gcomp import GComp, is_reach
-from ..codecs.sparse import SparseFrame, TopK, fewest
 from ..errors import CodecError, Corrupt, PeerError
 from ..feedback import Memory
 from .blobs import HEAD_ROOM, Blob, Writer, content_of, places, values_of
@@ -35,7 +33,7 @@ from .together import ENTRY, Damage, Leaf, OnGpu, Sum, Together, coding_together
 
 def cuttable(codec: Codec) -> bool:
     """Whether each value is coded by itself, so that it does not matter where a tensor is cut."""
-    return isinstance(codec, GComp | Identity | Cast | ByteCodec)
+    return codec.cuttable
 
 
 @dataclass
@@ -148,7 +146,7 @@ class TensorCoder:
         known = self._bounds.get(numel)
         if known is None:
             dtype = torch.promote_types(self.dtype, torch.float32)
-            known = self._bounds[numel] = _densest(self.codec).bound(numel, dtype) + 2 * ENTRY
+            known = self._bounds[numel] = self.codec.densest.bound(numel, dtype) + 2 * ENTRY
         return known
 
     def encode(
@@ -381,8 +379,8 @@ class TensorCoder:
         if self._feeds_back and not own:
             target = self.memory.compensated(name, x, unit, stage)
             x = target.to(x.dtype)
-        if not own and isinstance(codec, SparseFrame):
-            codec = _union(codec, x)
+        if not own:
+            codec = codec.for_sum(x)
         ctx = self._context(piece, how, x.device)
         frame = writer.write(partial(codec.encode, x, ctx))
         if not self._feeds_back:
@@ -403,8 +401,7 @@ class TensorCoder:
     ) -> None:
         """`near` is the frame as it came, most often to the host's memory."""
         codec, header = self.codec, wire.read_header(near)
-        if header.codec_id != codec.wire_id and isinstance(codec, SparseFrame):
-            codec = BY_ID[TopK.wire_id]()  # a union
+        codec = codec.decoder(header.codec_id)
         if header.numel != piece.numel:
             raise Corrupt(f"the frame holds {header.numel} values instead of {piece.numel}")
         ctx = self._context(piece, how, frame.device)
@@ -431,17 +428,6 @@ class TensorCoder:
 
 def _near(codec: Codec) -> bool:
     return isinstance(codec, GComp) and codec.mode == "near"
-
-
-def _densest(codec: Codec) -> Codec:
-    """Sums of sparse tensors hold the values of all of them."""
-    return TopK(ratio=1.0) if isinstance(codec, SparseFrame) else codec
-
-
-def _union(codec: Codec, x: torch.Tensor) -> Codec:
-    """For a sum of sparse tensors: all values that one of them had."""
-    count = max(int(x.count_nonzero()), fewest(x.numel()))
-    return TopK(ratio=count / x.numel(), feedback="false")
 
 
 def _fused(codec: GComp, frame: torch.Tensor, local: torch.Tensor, ctx: Context, out: torch.Tensor) -> torch.Tensor:

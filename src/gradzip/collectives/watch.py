@@ -33,12 +33,13 @@ class Watch:
         self._names: dict[int, str] = {}
         self._elsewhere = 0
 
-    def saw(self, kind: str, stage: int, number: int) -> None:
+    def saw(self, kind: str, stage: int, number: int, what: str = "") -> None:
+        """`what`: in words; empty: the pipeline knows."""
         if self._also is not None:
             self._also(kind, stage, number)
         now = time.perf_counter()
         recording = self._moments is not None
-        what = self._describe(number) if recording and kind in ("code", "start") else ""
+        what = (what or self._describe(number)) if recording and kind in ("code", "start") else ""
         with self._lock:
             if kind in ("code", "coded", "start"):
                 self._arrived(number, now)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import Corrupt, EngineError, Truncated, Unsupported
@@ -55,7 +57,14 @@ class _Floor(ctypes.Structure):
     ]
 
 
-_PIECE = struct.Struct("<5Q3i4x2Qi4x")  # gz_piece
+# A row for each piece (gz_piece): addresses, the number of values, the floor as in _Floor.
+PIECE = np.dtype(
+    [(name, "<u8") for name in ("values", "n", "given", "theta", "second")]
+    + [(name, "<i4") for name in ("c0", "c1", "c2", "_")]
+    + [(name, "<u8") for name in ("lengths", "lost")]
+    + [(name, "<i4") for name in ("exact", "__")]
+)
+Pieces = npt.NDArray[np.void]
 _PART = struct.Struct("<3Q")  # gz_part
 
 
@@ -230,10 +239,17 @@ def encode_frames(
     `codec` is the frames' codec id, `lengths` the code lengths of all segments of all tensors. What is lost of each
     tensor, divided by `scale`, goes to `lost`. Tensors that are `exact` are coded lossless, whatever the job's mode.
     """
-    pieces = _pieces(xs, floors, lengths, lost, exact)
+    return encode_pieces(_pieces(xs, floors, lengths, lost, exact), xs[0].dtype, job, codec, out, scale)
+
+
+def encode_pieces(
+    pieces: Pieces, dtype: torch.dtype, job: Job, codec: int, out: torch.Tensor, scale: float = 1.0
+) -> int:
+    """`encode_frames` of what the rows of PIECE say."""
     size = _library.gz_encode_frames(
-        ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), codec, scale, out.data_ptr(), out.numel(), _threads
-    )
+        ctypes.byref(_job(dtype, job)), pieces.ctypes.data, len(pieces), codec, scale, out.data_ptr(), out.numel(),
+        _threads,
+    )  # fmt: skip
     return _checked_encode(size)
 
 
@@ -246,8 +262,12 @@ def note_lost(
     exact: Sequence[bool] | None = None,
 ) -> None:
     """What encoding these float32 tensors would lose, divided by `scale`, into `lost`."""
-    pieces = _pieces(xs, floors, None, lost, exact)
-    _checked_encode(_library.gz_lost(ctypes.byref(_job(xs[0].dtype, job)), pieces, len(xs), scale))
+    note_lost_pieces(_pieces(xs, floors, None, lost, exact), xs[0].dtype, job, scale)
+
+
+def note_lost_pieces(pieces: Pieces, dtype: torch.dtype, job: Job, scale: float = 1.0) -> None:
+    """`note_lost` of what the rows of PIECE say."""
+    _checked_encode(_library.gz_lost(ctypes.byref(_job(dtype, job)), pieces.ctypes.data, len(pieces), scale))
 
 
 def sum_frames(
@@ -265,19 +285,29 @@ def sum_frames(
     A part is what encode_frames wrote, or a tensor for each of `outs` that counts as if it had been coded and decoded,
     by `encode_frames` with the same `exact`. DamagedFrames if one cannot be decoded; the outs hold anything then.
     """
-    pieces = _pieces(outs, floors, book, None, exact)
-    packed, kept = bytearray(), list[object]()
+    own = [part if isinstance(part, torch.Tensor) else np.array([x.data_ptr() for x in part], "<i8") for part in parts]
+    sum_pieces(own, _pieces(outs, floors, book, None, exact), outs[0].dtype, job, codec, add)
+
+
+def sum_pieces(
+    parts: Sequence[torch.Tensor | npt.NDArray[np.int64]],
+    pieces: Pieces,
+    dtype: torch.dtype,
+    job: Job,
+    codec: int,
+    add: bool = False,
+) -> None:
+    """`sum_frames` into what the rows of PIECE say; a part without frames is the addresses of its values."""
+    packed = bytearray()
     for part in parts:
         if isinstance(part, torch.Tensor):
             packed += _PART.pack(part.data_ptr(), part.numel(), 0)
         else:
-            addresses = (ctypes.c_uint64 * len(part))(*(x.data_ptr() for x in part))
-            kept.append(addresses)
-            packed += _PART.pack(0, 0, ctypes.addressof(addresses))
+            packed += _PART.pack(0, 0, part.ctypes.data)
     failed = ctypes.c_uint64()
     code = _library.gz_sum_frames(
-        ctypes.byref(_job(outs[0].dtype, job)), bytes(packed), len(parts), pieces, len(outs), codec, add, _threads,
-        ctypes.byref(failed),
+        ctypes.byref(_job(dtype, job)), bytes(packed), len(parts), pieces.ctypes.data, len(pieces), codec, add,
+        _threads, ctypes.byref(failed),
     )  # fmt: skip
     if code < 0:
         raise DamagedFrames(failed.value)
@@ -289,20 +319,32 @@ def _pieces(
     lengths: torch.Tensor | None,
     lost: Sequence[torch.Tensor] | None,
     exact: Sequence[bool] | None,
-) -> bytes:
-    packed, table = bytearray(), 0 if lengths is None else lengths.data_ptr()
-    for number, (x, floor) in enumerate(zip(tensors, floors)):
-        grid = (0, 0, 0, 0, 0, 0)
+) -> Pieces:
+    rows = np.zeros(len(tensors), PIECE)
+    rows["values"], rows["n"] = [x.data_ptr() for x in tensors], [x.numel() for x in tensors]
+    for name, column in floor_columns(floors).items():
+        rows[name] = column
+    if lengths is not None:
+        segments = [segments_of(x.numel()) for x in tensors]
+        rows["lengths"] = lengths.data_ptr() + 256 * (np.cumsum(segments) - segments)
+    if lost is not None:
+        rows["lost"] = [x.data_ptr() for x in lost]
+    if exact is not None:
+        rows["exact"] = exact
+    return rows
+
+
+def floor_columns(floors: Floors) -> dict[str, npt.NDArray[np.int64]]:
+    """What PIECE says of floors."""
+    columns = {name: np.zeros(len(floors), np.int64) for name in ("given", "theta", "second", "c0", "c1", "c2")}
+    for number, floor in enumerate(floors):
         if isinstance(floor, Floor):
-            second = 0 if floor.second is None else floor.second.data_ptr()
-            grid = (0, floor.theta.data_ptr(), second, floor.c0, floor.c1, floor.c2)
+            columns["theta"][number] = floor.theta.data_ptr()
+            columns["second"][number] = 0 if floor.second is None else floor.second.data_ptr()
+            columns["c0"][number], columns["c1"][number], columns["c2"][number] = floor.c0, floor.c1, floor.c2
         elif floor is not None:
-            grid = (floor.data_ptr(), 0, 0, 0, 0, 0)
-        to = 0 if lost is None else lost[number].data_ptr()
-        packed += _PIECE.pack(x.data_ptr(), x.numel(), *grid, table, to, exact is not None and exact[number])
-        if table:
-            table += 256 * segments_of(x.numel())
-    return bytes(packed)
+            columns["given"][number] = floor.data_ptr()
+    return columns
 
 
 def histogram(x: torch.Tensor, job: Job, floor: torch.Tensor | Floor | None = None) -> torch.Tensor:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from ..codecs import Codec
 from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
 from ..codecs.scaled import Scaled
 from .coding import MessageCodec, Raw
+from .gcomp import GCompMessages
+from .generic import GenericMessages
 from .noise import NoiseMessages
 from .on_device import NoiseOnStream, RawOnStream, StreamCodec
 from .scaled import ScaledMessages
 from .scaled_on_device import ScaledOnStream
 
 
+def _scaled(codec: Scaled) -> MessageCodec:
+    return ScaledMessages(codec) if codec.error_memory is None else GenericMessages(codec)
+
+
+_OWN: dict[str, Callable[[Any], MessageCodec]] = {
+    **{"gcomp": GCompMessages, "noise": NoiseMessages},
+    **dict.fromkeys(("int8", "int4", "fp8"), _scaled),
+}
+_RAW: dict[str, Callable[[Any], Raw]] = {
+    "identity": lambda codec: Raw(str(codec)),
+    "cast": lambda codec: Raw(str(codec), codec.dtype),
+}
+
+
 @lru_cache(maxsize=64)
 def message_codec(codec: Codec) -> MessageCodec | None:
-    """The codec for whole messages on the host; None: it codes tensor by tensor, in collectives/."""
-    if isinstance(codec, Noise):
-        return NoiseMessages(codec)
-    return ScaledMessages(codec) if isinstance(codec, Scaled) and codec.error_memory is None else None
+    """The codec for whole messages on the host; None: it reduces in several rounds, in collectives/."""
+    if codec.rounds > 1:
+        return None
+    if codec.name in _RAW and codec.error_memory is None:
+        return _RAW[codec.name](codec)
+    return _OWN.get(codec.name, GenericMessages)(codec)
 
 
 @lru_cache(maxsize=64)

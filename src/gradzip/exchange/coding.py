@@ -8,19 +8,24 @@ table names, so values need not be collected first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from ..codecs.base import wide
+from ..codecs.books import Book
+from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
-from .parts import Table
+from ..feedback import Memory
+from .parts import Column, Table
 from .program import Hop
 
-Frames = Sequence[torch.Tensor | None]  # None stands for a rank's own values, which it does not send to itself
+# None stands for a rank's own values: in a ring as they are, else as if it had sent a frame of them to itself.
+Frames = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -34,6 +39,12 @@ class Message:
     step: int = 0
     seed: int = 0  # equal on all ranks
     shapes: Shapes | None = None  # how coarse each value may be, an int8 each; None: all alike
+    scale: float = 1.0  # the loss scale that the gradients carry
+    memory: Memory | None = None  # residuals and codec state, from step to step; None: there are none
+    floors: Sequence[Floor | torch.Tensor | None] = ()  # of each tensor, as in codecs.Context; (): none
+    lossless: bool = False  # ranks have other floors: gradients go lossless in this step
+    book: Book | None = None  # the shared code book; None: the prior
+    count: Callable[[torch.Tensor], None] | None = None  # is told how often the gradients have each exponent
 
 
 class Noisy(NamedTuple):
@@ -47,11 +58,15 @@ class Noisy(NamedTuple):
 
 @dataclass
 class Values:
-    """The tensors of a message, flat; with views of their parts, which are made once for each table."""
+    """The tensors of a message, flat and contiguous; with views of their parts, which are made once for each table."""
 
     tensors: Sequence[torch.Tensor]
     kept: dict[object, Any] = field(default_factory=dict)  # what coders keep about them from step to step
     _views: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
+    shaped: Sequence[torch.Tensor] = ()  # the same memory as the user's tensors have it; (): the flat ones
+
+    def __post_init__(self) -> None:
+        self.shaped = self.shaped or self.tensors
 
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
         key = table.digest, owner
@@ -59,6 +74,29 @@ class Values:
             found = [self.tensors[part.tensor][part.start : part.stop] for part in table.of_owner(owner)]
             self._views[key] = found
         return self._views[key]
+
+    def addresses(self, table: Table, owner: int) -> Column:
+        """Where the values of each part begin in memory."""
+        if "addresses" not in self.kept:
+            self.kept["addresses"] = np.array([tensor.data_ptr() for tensor in self.tensors], np.int64)
+        columns = table.columns(owner)
+        starts: Column = self.kept["addresses"][columns.tensor] + columns.start * self.tensors[0].itemsize
+        return starts
+
+
+class Stretch(Values):
+    """Memory for the parts of one owner, at their places in its frame."""
+
+    def __init__(self, table: Table, owner: int, kind: torch.dtype) -> None:
+        self._flat = torch.empty(table.length(owner), dtype=kind)
+        super().__init__([self._flat])
+
+    def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
+        return [self._flat[part.place : part.place + part.numel] for part in table.of_owner(owner)]
+
+    def addresses(self, table: Table, owner: int) -> Column:
+        places: Column = self._flat.data_ptr() + table.columns(owner).place * self._flat.itemsize
+        return places
 
 
 def in_float32(values: Values, fill: bool = True) -> Values:
@@ -78,9 +116,22 @@ class Coder(ABC):
 
     def __init__(self, message: Message) -> None:
         self.message = message
+        self._added = False  # what was lost before
 
-    def measure(self, values: Values) -> None:  # noqa: B027  # most need not
-        """Sees the rank's own gradients, whole, before any of them is encoded."""
+    def measure(self, values: Values) -> None:
+        """Sees the rank's own gradients, whole, before any of them is encoded; adds what was lost of them before."""
+        message, memory = self.message, self.message.memory
+        self._added = memory is not None and memory.residuals
+        if memory is not None and self._added:
+            totals = memory.compensated_all(message.names, values.shaped, message.scale)
+            for tensor, total in zip(values.shaped, totals):
+                if total is not tensor:
+                    tensor.copy_(total)
+
+    def finish(self) -> None:
+        """Takes note of what is lost of the rank's own gradients, after the last step: of most codecs nothing."""
+        if self.message.memory is not None and self._added:
+            self.message.memory.lost_all(self.message.names, [None] * len(self.message.names))
 
     def noisy(self, values: Values) -> Noisy | None:
         """What the codec added to the means, which are in `values`; None: it does not round at random."""
@@ -113,11 +164,8 @@ class Coder(ABC):
         out: torch.Tensor,
     ) -> int:
         """Encodes what `decode` would write, as hop `after`, into one frame; returns its bytes."""
-        kind = torch.float32 if after.wide else self.message.dtype
-        sums = [torch.empty(0)] * len(table.sizes)
-        for part in table.of_owner(owner):
-            sums[part.tensor] = torch.empty(table.sizes[part.tensor], dtype=kind)
-        total = Values(sums)
+        dtype = self.message.dtype
+        total = Stretch(table, owner, torch.promote_types(dtype, torch.float32) if after.wide else dtype)
         self.decode(table, owner, frames, own, hop, total, by)
         return self.encode(table, [owner], total, after, [out])[0]
 
@@ -127,8 +175,9 @@ class MessageCodec(ABC):
 
     text: str
     known_size: ClassVar[bool]  # a frame's size follows from its table
-    uses_shapes: ClassVar[bool] = False  # has a use for Message.shapes
-    codes_sums: ClassVar[bool] = False  # sums are coded as they are and divided at the end; else their means are coded
+    codes_sums: bool = False  # sums are coded as they are and divided at the end; else their means are coded
+    cuttable: bool = True  # chunks may cut parts
+    widest: int = 8  # bytes of a value, at the most
 
     @abstractmethod
     def bound(self, table: Table, owner: int, kind: torch.dtype) -> int:

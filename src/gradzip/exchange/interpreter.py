@@ -58,6 +58,8 @@ class Interpreter:
                 continue
             for rank in ranks:
                 self._alone(step, rank)
+        for coder in self._coders:
+            coder.finish()
         return [plain[VALUES] for plain in self._plain]
 
     # -- coding -------------------------------------------------------------------------------------------------
@@ -77,12 +79,17 @@ class Interpreter:
         target = self._buffer(step.target)
         table = self._program.table(rank, target)
         kind = self._kind(target)
+        stays = self._program.stays(rank, target)
         owners = [self._program.leaf(rank, target, step)] if target.leaf else list(range(table.owners))
+        owners = [owner for owner in owners if owner != stays]
         codec = RAW if target.raw else self._codec
         rooms = [torch.empty(codec.bound(table, owner, kind), dtype=torch.uint8) for owner in owners]
         coder, hop = self._coder(rank, target), self._program.hop(target.name)
         sizes = coder.encode(table, owners, Values(values), hop, rooms)
-        self._coded[rank][step.target] = [[room[:size].clone() for room, size in zip(rooms, sizes)]]
+        frames = [room[:size].clone() for room, size in zip(rooms, sizes)]
+        if stays is not None:
+            frames.insert(stays, torch.empty(0, dtype=torch.uint8))  # its values stand for it
+        self._coded[rank][step.target] = [frames]
 
     def _recode(self, step: Recode, rank: int) -> None:
         source, target = self._buffer(step.source), self._buffer(step.target)

@@ -24,8 +24,8 @@ from .program import Hop
 
 class NoiseMessages(MessageCodec):
     known_size = False
-    uses_shapes = True
     codes_sums = True
+    widest = 4
 
     def __init__(self, codec: Noise) -> None:
         self.codec, self.text = codec, str(codec)
@@ -61,6 +61,7 @@ class _NoiseCoder(Coder):
         return np.array([noise_layout.key_of(seed, step, name, hop, 0) for name in self.message.names], np.uint64)
 
     def measure(self, values: Values) -> None:
+        super().measure(values)
         self._own = in_float32(values)
         if "whole" not in values.kept:
             values.kept["whole"] = Table.of(self.message.names, [tensor.numel() for tensor in values.tensors], [1])

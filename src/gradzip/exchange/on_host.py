@@ -10,11 +10,13 @@ each are its bytes and a number that all ranks know: of the program, the step an
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -22,12 +24,15 @@ import torch
 
 from ..collectives.channel import Channel
 from ..collectives.finite import all_finite
+from ..collectives.flat import flatten
 from ..collectives.gloo import Pending
 from ..collectives.message import Outcome
+from ..collectives.topology import Topology
 from ..errors import CodecError, PeerError
+from ..routes import Route
 from ..spans import span
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
-from .compiler import lowered
+from .compiler import compile_route, lowered
 from .parts import Table
 from .program import (
     VALUES,
@@ -51,6 +56,7 @@ THREADS = 3
 IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
 _ALIGN = 8  # bytes: frames that travel together begin at multiples of it
+FIRST_NUMBER = 1 << 32  # of chunks, for those who watch: jobs of the pipeline have lower ones
 _FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
 _EXCHANGES, _CHUNKS = 1 << 8, 1 << 9  # of a program, and of all programs before tags are used again
 _DIGESTS = (1 << 30) // (_EXCHANGES * _CHUNKS) - 1
@@ -71,9 +77,39 @@ class Frame(NamedTuple):
 class HostProgram:
     """A message's program with all that this rank needs to run it: made once for a layout of the message."""
 
-    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK) -> None:
+    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK, route: str | None = None) -> None:
+        """`route` is what the user calls the program's."""
         self.program, self.codec = program, codec
-        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk)]
+        self.words = f"{program.codec} by {route or program.route}"
+        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
+
+
+class HostMessage:
+    """Tensors that travel together by one codec and route, for as long as they stay where they are."""
+
+    def __init__(self, codec: MessageCodec, route: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """The values of each tensor lie densely in memory, in whatever order of dimensions."""
+        self.codec, self._route, self.names = codec, route, tuple(names)
+        self.values = Values([flatten(tensor, tensor) for tensor in tensors], shaped=tensors)
+        self.dtype = tensors[0].dtype
+        self._program: HostProgram | None = None
+
+    @cached_property
+    def described(self) -> str:
+        """What all ranks must agree on."""
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in zip(self.names, self.values.shaped)]
+        layout = hashlib.blake2b(repr((shapes, self.dtype)).encode(), digest_size=4).hexdigest()
+        words = f"{self.codec.text} by {self._route} for {self.names[0]!r} and {len(self.names) - 1} more"
+        return f"{words}, layout {layout}"
+
+    def program(self, topology: Topology) -> HostProgram:
+        """Its program, which is compiled once."""
+        if self._program is None:
+            sizes, sums = [tensor.numel() for tensor in self.values.tensors], self.codec.codes_sums
+            route = Route.parse(self._route)
+            program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
+            self._program = HostProgram(program, self.codec, route=self._route)
+        return self._program
 
 
 class _Chunk:
@@ -87,11 +123,6 @@ class _Chunk:
             if isinstance(step, Communicate):
                 self.stages.append([])
         self.digest = int(program.digest, 16)
-        # Frames of which this rank's own is neither sent nor decoded, as values stand for it; with their group.
-        added = {step.source for step in program.steps if isinstance(step, Decode | Recode) and step.own is not None}
-        self.stays = {
-            step.source: step.group for step in program.steps if isinstance(step, AllToAll) and step.target in added
-        }
 
 
 @dataclass(eq=False)
@@ -113,12 +144,13 @@ class _Sent:
         """Takes note of what came of the message, when the last chunk is through."""
         outcome = self.outcome
         outcome.collectives = 1
-        noisy = self.coder.noisy(self.values) if self.coder is not None else None
+        assert self.coder is not None
+        self.coder.finish()
+        noisy = self.coder.noisy(self.values)
         outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
         if noisy is not None:
             outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
-            outcome.allowed = noisy.share * noisy.squares
-            outcome.values = sum(self.prepared.program.sizes)
+            outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
 
     def end(self, error: BaseException | None = None) -> None:
         """A chunk is through, or has failed; tells whoever waits for the message, once."""
@@ -140,6 +172,7 @@ class HostRunner:
     """Runs messages in the order in which they are submitted, which is the same on all ranks."""
 
     def __init__(self, channel: Channel) -> None:
+        self.agreed: set[str] = set()  # descriptions of messages that ranks have told each other of
         self._channel = channel
         self._queues: list[SimpleQueue[_Run | None]] = [SimpleQueue() for _ in range(THREADS)]
         self._threads: list[threading.Thread] = []
@@ -245,9 +278,8 @@ class _Run:
         self._raw = RAW.coder(sent.message)
         self._pending: Pending | None = None
         self._land: Callable[[], None] = lambda: None
-        self._arrived: Callable[[], None] = lambda: None
         names = self._program.names
-        self._what = f"{self._program.codec} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
+        self._what = f"{sent.prepared.words} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
 
     def go_on(self) -> bool:
         """Up to the next exchange, which is started; True if there is none."""
@@ -257,18 +289,19 @@ class _Run:
         if self._pending is not None:
             with span("wire", self._what):
                 self._pending.wait()
-            self._arrived()
             self._land()
             self._pending = None
         arrived = time.perf_counter()
+        self._saw("code")
         if self.sent.coder is None:
             self.sent.begin()
             self.sent.coder = self.sent.prepared.codec.coder(self.sent.message)
             self.sent.coder.measure(self.sent.values)
         with span("code", self._what):
-            for step in self._chunk.stages[self._stage]:
-                if self._program.takes_part(self._rank, step):
-                    self._do(step)
+            started = self._run_stage()
+        self._saw("coded")
+        if started:
+            self._saw("start")
         self._stage += 1
         over = self._stage == len(self._chunk.stages)
         if over:
@@ -277,6 +310,16 @@ class _Run:
             self.sent.outcome.waiting += arrived - began
             self.sent.outcome.coding += time.perf_counter() - arrived
         return over
+
+    def _run_stage(self) -> bool:
+        """Whether data is under way then."""
+        for step in self._chunk.stages[self._stage]:
+            if self._program.takes_part(self._rank, step):
+                self._do(step)
+        return self._pending is not None
+
+    def _saw(self, kind: str) -> None:
+        self._channel.watch.saw(kind, self._stage, FIRST_NUMBER + self._number, self._what)
 
     def close(self) -> None:
         """Hands buffers back."""
@@ -288,15 +331,17 @@ class _Run:
     def _do(self, step: Step) -> None:
         if isinstance(step, Communicate):
             self._communicate(step)
-        elif isinstance(step, Encode):
-            self._encode(step, self._plain[step.source])
-        elif isinstance(step, Decode):
-            self._plain[step.target] = self._decode(step, self._buffer(step.target))
-        elif isinstance(step, Recode):
-            self._recode(step)
-        else:
-            assert isinstance(step, Copy)
-            self._plain[step.target] = self._plain[step.source]
+            return
+        with span(step.name.lower()):
+            if isinstance(step, Encode):
+                self._encode(step, self._plain[step.source])
+            elif isinstance(step, Decode):
+                self._plain[step.target] = self._decode(step, self._buffer(step.target))
+            elif isinstance(step, Recode):
+                self._recode(step)
+            else:
+                assert isinstance(step, Copy)
+                self._plain[step.target] = self._plain[step.source]
 
     def _encode(self, step: Encode | Recode, values: Values) -> None:
         target = self._buffer(step.target)
@@ -304,8 +349,7 @@ class _Run:
         if target.leaf:
             owners = [self._program.leaf(self._rank, target, step)]
         else:
-            group = self._chunk.stays.get(target.name)
-            stays = None if group is None else self._program.members(self._rank)[group].rank
+            stays = self._program.stays(self._rank, target)
             owners = [owner for owner in range(table.owners) if owner != stays]
         frames = [self._room(self._bound(target, table, owner)) for owner in owners]
         rooms = [room[HEAD:] for room in frames]
@@ -404,7 +448,6 @@ class _Run:
         receives = [(members.ranks[peer], buffers[peer]) for peer in reversed(others) if peer in into]
         sends = [(members.ranks[peer], self._packed(out[peer])) for peer in others if peer in out]
         self._count(sends)
-        self._arrived = self._channel.watch.began_elsewhere(self._what)
         self._pending = self._channel.gloo.send(sends, receives, self._tag())
 
         def land() -> None:

@@ -75,7 +75,7 @@ class Table:
 
         The parts of owner 3 * a + b are what `within(a, [3])` deals out of `of(names, sizes, [2])` to owner b.
         """
-        ranges = [_Range(tensor, 0, size) for tensor, size in enumerate(sizes)]
+        ranges = [_Range(tensor, 0, size) for tensor, size in enumerate(sizes) if size]
         return _table(tuple(names), tuple(sizes), ranges, counts, 1)
 
     def within(self, owner: int, counts: Sequence[int]) -> Table:
@@ -101,17 +101,18 @@ class Table:
         """Elements that the owner adds up."""
         return sum(part.numel for part in self.of_owner(owner))
 
-    def chunks(self, values: int) -> list[Table]:
+    def chunks(self, values: int, cuts: bool = True) -> list[Table]:
         """Cuts every owner's frame into equally many frames of about so many values; at least one.
 
-        Each chunk is a table of its own. A part is cut at multiples of 4096 of its elements.
+        Each chunk is a table of its own. A part is cut at multiples of 4096 of its elements; without `cuts` it stays
+        whole.
         """
         count = max(1, round(max(map(self.length, range(self.owners)), default=0) / max(values, 1)))
         if count == 1:
             return [self]
         pieces: list[list[list[_Range]]] = [[[] for _ in range(self.owners)] for _ in range(count)]
         for owner in range(self.owners):
-            for chunk, piece in _cut(self.of_owner(owner), self.length(owner), count):
+            for chunk, piece in _cut(self.of_owner(owner), self.length(owner), count, cuts):
                 pieces[chunk][owner].append(piece)
         tables = (
             Table(self.names, self.sizes, self.owners, tuple(_placed(ranges)), self.dealt)
@@ -188,7 +189,7 @@ def _placed(shares: Sequence[Sequence[_Range]]) -> Iterator[Part]:
             place = _aligned(place + stop - start)
 
 
-def _cut(parts: Sequence[Part], length: int, count: int) -> Iterator[tuple[int, _Range]]:
+def _cut(parts: Sequence[Part], length: int, count: int, cuts: bool) -> Iterator[tuple[int, _Range]]:
     """The parts of a frame, cut near each count-th of its length; with the number of the chunk."""
     for part in parts:
         start = part.start
@@ -197,7 +198,7 @@ def _cut(parts: Sequence[Part], length: int, count: int) -> Iterator[tuple[int, 
             chunk = min(at * count // max(length, 1), count - 1)
             end = math.ceil((chunk + 1) * length / count) - part.place  # of this chunk, in elements of the part
             stop = part.stop
-            if chunk < count - 1:
+            if cuts and chunk < count - 1:
                 stop = min(stop, part.start + max(math.ceil(end / CUT), (start - part.start) // CUT + 1) * CUT)
             yield chunk, _Range(part.tensor, start, stop)
             start = stop

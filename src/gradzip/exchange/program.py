@@ -195,6 +195,8 @@ class Hop(NamedTuple):
     summed: int  # ranks in the sum
     own: bool  # a rank's own gradients, as DDP gave them
     wide: bool  # sums in float32; else values of the gradients' own type
+    first: int = 1  # ranks in the sum of the program's first encode: later sums lie on its grid
+    ring: bool = False  # frames of partial sums, to which ranks add their own values as they are
 
 
 Bound = Callable[[Table, int, bool], int]  # bytes of a frame for an owner; the flag is Buffer.wide
@@ -259,15 +261,16 @@ class Program:
         """The encode that made the frames in a buffer."""
         return self._hops[buffer]
 
-    def chunked(self, values: int) -> list[Program]:
+    def chunked(self, values: int, cuts: bool = True) -> list[Program]:
         """Programs for parts of the message, with frames of about so many values, that together are this one.
 
-        A message that is dealt out twice stays whole.
+        A message that is dealt out twice stays whole; without `cuts` no part is cut.
         """
         groups = {step.group for step in self.steps if isinstance(step, Communicate)}
         if groups != {"flat"}:
             return [self]
-        return [replace(self, chunk=table) for table in Table.of(self.names, self.sizes, [self.world]).chunks(values)]
+        whole = Table.of(self.names, self.sizes, [self.world])
+        return [replace(self, chunk=table) for table in whole.chunks(values, cuts)]
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""
@@ -288,6 +291,11 @@ class Program:
         """The owner whose frame is meant by a step of a ring."""
         members = self._members[rank][buffer.over[-1]]
         return (members.rank + (step.leaf or 0)) % members.size
+
+    def stays(self, rank: int, buffer: Buffer) -> int | None:
+        """The owner of the frame that a rank neither sends nor decodes, as its own values stand for it; None: none."""
+        groups = self._stays.get(buffer.name)
+        return None if groups is None else self._place(rank, groups)
 
     def size(self, rank: int, buffer: Buffer, bound: Bound) -> int:
         """Bytes that a rank's buffer needs: values, or as many as its frames can have at the most."""
@@ -316,12 +324,28 @@ class Program:
         return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
+    def _stays(self) -> dict[str, Groups]:
+        """Buffers of frames of which a rank's own stays where it is, with the groups that exchange the others."""
+        scattered: dict[str, tuple[str, Groups]] = {}  # by buffer: that of the encode, and the groups since then
+        stays: dict[str, Groups] = {}
+        for step in self.steps:
+            if isinstance(step, AllToAll):
+                encoded, groups = scattered.get(step.source, (step.source, ()))
+                scattered[step.target] = encoded, (*groups, step.group)
+            elif isinstance(step, Decode | Recode) and step.own is not None and step.source in scattered:
+                encoded, groups = scattered[step.source]
+                stays[encoded] = groups
+        return stays
+
+    @cached_property
     def _hops(self) -> dict[str, Hop]:
         found: dict[str, Hop] = {}
+        first: int | None = None
         for step in self.steps:
             if isinstance(step, Encode | Recode):
-                own = isinstance(step, Encode) and step.own
-                found[step.target] = Hop(step.number, step.summed, own, self.buffer(step.target).wide)
+                target, own = self.buffer(step.target), isinstance(step, Encode) and step.own
+                first = step.summed if first is None and not target.raw else first
+                found[step.target] = Hop(step.number, step.summed, own, target.wide, first or 1, target.leaf)
             elif isinstance(step, Communicate) and self.buffer(step.source).coded:
                 found[step.target] = found[step.source]
         return found

@@ -24,6 +24,7 @@ from .program import Hop
 class ScaledMessages(MessageCodec):
     known_size = True
     codes_sums = True
+    widest = 4
 
     def __init__(self, codec: Scaled) -> None:
         self.form, self.text = codec.form, str(codec)
@@ -48,6 +49,7 @@ class _ScaledCoder(Coder):
         return np.array([noise_layout.key_of(seed, step, name, hop, 0) for name in self.message.names], np.uint64)
 
     def measure(self, values: Values) -> None:
+        super().measure(values)
         self._own = in_float32(values)
 
     def encode(

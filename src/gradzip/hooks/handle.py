@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives, saved
 from ..accordion import Accordion
-from ..backward import Backward, is_alone, shares_book
+from ..backward import Backward, is_alone
 from ..codecs import Codec
 from ..collectives import transports
 from ..collectives.finite import all_finite
@@ -31,7 +31,7 @@ from ..exchange import on_stream
 from ..exchange.abort import Abort
 from ..exchange.checks import Row
 from ..feedback import Memory, Value
-from ..gradients import PLAIN, Future, Late, Way
+from ..gradients import PLAIN, Future, Late, Way, shares_book
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
@@ -133,7 +133,7 @@ class Handle:
     def _meet(self, scheme: _Scheme) -> None:
         """Compares with the other ranks what the first step will be; gives the channel back if they differ."""
         try:
-            self._channel.compare(self._agreement(scheme), wait=scheme.whole or scheme.streams)
+            self._channel.compare(self._agreement(scheme), wait=scheme.shaped or scheme.streams)
             if scheme.streams:
                 self._scheme = scheme
                 self._start_stream()
@@ -626,7 +626,7 @@ class _Scheme:
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
         self.whole = any(way.whole is not None for way in ways.values())
-        self.shaped = any(way.whole is not None and way.whole.uses_shapes for way in ways.values())
+        self.shaped = any(way.codec.shaped for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
         sharing = [way.codec for way in ways.values() if shares_book(way.codec)]

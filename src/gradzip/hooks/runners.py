@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import Unsupported
 from ..exchange import on_stream
-from ..exchange.codecs import message_codec, stream_codec
+from ..exchange.codecs import stream_codec
 from ..gradients import PLAIN, Way
 from ..routes import NAMED
 
@@ -30,7 +30,7 @@ def choose(ways: Mapping[str, Way], device: torch.device, group: dist.ProcessGro
     other = next((way for way in ways.values() if stream_codec(way.codec) is None or way.route not in _FLAT), None)
     if reason is None and other is None and not learns and any(way.kind != PLAIN for way in ways.values()):
         return STREAM
-    whole = next((way.codec for way in ways.values() if message_codec(way.codec) is not None), None)
+    whole = next((way.codec for way in ways.values() if way.codec.shaped), None)
     if device.type == "cpu" or whole is None:
         return HOST
     if reason is None and other is not None:

@@ -160,9 +160,8 @@ class Ways:
 
     def _check_whole(self, codec: Codec, name: str, parameter: torch.Tensor) -> None:
         """Complains about a gradient that cannot travel in whole messages, where its codec wants that."""
-        if message_codec(codec) is None:
-            return
-        if parameter.dtype.itemsize > 4 and parameter.requires_grad:
+        whole = message_codec(codec)
+        if whole is not None and parameter.dtype.itemsize > whole.widest and parameter.requires_grad:
             raise Unsupported(
                 f"{codec} codes values of 16 and 32 bits, and {name!r} is {parameter.dtype}: use "
                 f"Rules({{{name!r}: 'identity', '*': {str(codec)!r}}}, small=True)"
@@ -171,7 +170,11 @@ class Ways:
     def _way(self, codec: Codec, option: Option, parameter: torch.Tensor) -> Way:
         route = self._route(codec, option)
         late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
-        return Way(codec, route, late, None)
+        # Codecs whose frames can be added up without decoding them go by torch's sums: collectives/message.py.
+        whole = not late and (Route.parse(route).compresses or codec.lossless)
+        if self._device.type != "cpu" and not codec.shaped:
+            whole = False
+        return Way(codec, route, late, None, message_codec(codec) if whole else None)
 
     def _route(self, codec: Codec, option: Option) -> str:
         route = route_of(codec, option.route, self._topology.default_route)

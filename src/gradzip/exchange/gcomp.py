@@ -1,0 +1,260 @@
+"""GComp for whole messages: all parts of a frame in one call of the native engine, during which other threads run.
+
+The same bytes and sums that exchange/generic.py makes part by part, which codes what the engine cannot take: 16-bit
+gradients, paper mode, and engines without such calls. A rank's own values are not decoded from a frame: the engine
+rounds them to what decoding would give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .. import engines, wire
+from ..codecs import Codec, books
+from ..codecs.gcomp import GComp, checked_floor, is_reach
+from ..collectives.flat import unflatten
+from ..engines.layout import Floor, Job
+from ..errors import Corrupt
+from .coding import Coder, Frames, Message, Stretch, Values
+from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
+from .parts import Column, Part, Table
+from .program import Hop
+
+_POINTED = {"given": 1, "theta": 4, "second": 4}  # bytes of a value that floors point to
+
+
+class GCompMessages(GenericMessages):
+    def __init__(self, codec: GComp) -> None:
+        super().__init__(codec)
+        self._gcomp = codec
+
+    def coder(self, message: Message) -> Coder:
+        return GCompCoder(message, self._gcomp)
+
+
+class GCompCoder(GenericCoder):
+    codec: GComp
+
+    def __init__(self, message: Message, codec: GComp) -> None:
+        if message.lossless and codec.mode in ("near", "paper"):
+            codec, message = codec.exact, dataclasses.replace(message, floors=())
+        super().__init__(message, codec)
+        self._exact = [False] * len(message.names)  # gradients that go lossless as long as they are this rank's own
+        self._engine: ModuleType | None = None  # None: part by part
+        self._floors: Sequence[Floor | torch.Tensor] = ()  # kept here, as the engine knows their addresses alone
+        self._grids: dict[str, Column] = {}  # what they are, by tensor
+        self._lengths: torch.Tensor | None = None  # of the shared book
+        self._jobs: dict[int, Job] = {}  # by shift
+
+    def measure(self, values: Values) -> None:
+        self._own, flat, memory = values, list(values.tensors), self.message.memory
+        if self.codec.mode == "near":  # before anything is added: that has bits of its own
+            contexts = [self._whole(number) for number in range(len(flat))]
+            states = [GenericCoder._state(self, ctx.name) for ctx in contexts]
+            self._exact = self.codec.own_exact(flat, contexts, states)
+        if self.message.count is not None:
+            self.message.count(self._exponents(flat))
+        self._engine = self._engine_for(flat)
+        if self._engine is None or memory is None or not self._feeds_back:
+            super().measure(values)
+            return
+        memory.forms |= dict.fromkeys(self.message.names, self.codec.error_memory)
+        for name, tensor in zip(self.message.names, values.shaped):
+            memory.compensate(name, tensor, self.message.scale)
+            self._lost.append(memory.room(name, tensor).zero_())  # values that go out uncoded lose nothing
+
+    def finish(self) -> None:
+        memory = self.message.memory
+        if self._engine is None or memory is None or not self._feeds_back:
+            super().finish()
+            return
+        for name, tensor, lost in zip(self.message.names, self._own.shaped, self._lost):
+            memory.keep(name, unflatten(lost, tensor))  # the engine has divided it by the scale
+
+    def _state(self, name: str) -> dict[str, Any]:
+        return {"book": self.message.book} if self.codec.book == "shared" else super()._state(name)
+
+    def _codec_for(self, part: Part, x: torch.Tensor, hop: Hop) -> Codec:
+        return self.codec.exact if hop.own and self._exact[part.tensor] else self.codec
+
+    def _exponents(self, flat: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(256,) counts of a sample of exponents."""
+        counts = torch.zeros(256, dtype=torch.int64)
+        for number, x in enumerate(flat):
+            ctx, near = self._whole(number), self.codec.mode == "near"
+            floor = ctx.floor if near and x.dtype == torch.float32 and not self._exact[number] else None
+            mode = self.codec if floor is not None or not near else self.codec.exact
+            counts += engines.pick(x.device).histogram(x, mode._job(ctx), floor).sum(0)
+        return counts
+
+    # -- all parts in one call ----------------------------------------------------------------------------------
+
+    def _engine_for(self, flat: Sequence[torch.Tensor]) -> ModuleType | None:
+        """The engine that takes a table of parts; None where parts have to be coded one by one."""
+        engine, floors = engines.pick("cpu"), self.message.floors
+        if not hasattr(engine, "encode_pieces") or any(x.dtype != torch.float32 for x in flat):
+            return None
+        if any(is_reach(floor) for floor in floors):
+            return None  # compared with the very values that are encoded, which are not known before a sum is formed
+        if self.codec.mode in ("near", "paper"):
+            who = f"gcomp in {self.codec.mode} mode"
+            checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
+            self._floors, self._grids = checked, engine.floor_columns(checked)
+        if self.codec.book == "shared":
+            longest = max(x.numel() for x in flat)
+            self._lengths = books.lengths(books.current(self._whole(0)).id, longest)
+        return engine
+
+    def _job(self, hop: Hop) -> Job:
+        shift = shift_of(hop, self.message.world)
+        if shift not in self._jobs:
+            self._jobs[shift] = dataclasses.replace(self.codec._job(self._whole(0)), shift=shift)
+        return self._jobs[shift]
+
+    def _pieces(
+        self, engine: ModuleType, values: Values, table: Table, owner: int, hop: Hop, lost: Column | None = None
+    ) -> npt.NDArray[np.void]:
+        """The rows that tell the engine of an owner's parts."""
+        columns = table.columns(owner)
+        rows = np.zeros(len(columns.tensor), engine.PIECE)
+        rows["values"], rows["n"] = values.addresses(table, owner), columns.length
+        for name, of_tensor in self._grids.items():
+            found = of_tensor[columns.tensor]
+            rows[name] = np.where(found != 0, found + columns.start * _POINTED[name], 0) if name in _POINTED else found
+        if self._lengths is not None:  # the same ones for every segment of every part
+            rows["lengths"] = self._lengths.data_ptr()
+        if hop.own:
+            rows["exact"] = np.asarray(self._exact)[columns.tensor]
+        if lost is not None:
+            rows["lost"] = lost
+        return rows
+
+    def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
+        engine, parts = self._engine, table.of_owner(owner)
+        if engine is None or not parts:
+            return super()._encode(table, owner, values, hop, room)
+        rooms = self._rooms_for_lost(table, owner, values, hop)
+        addresses = self._addresses_of_lost(table, owner, hop, rooms)
+        pieces = self._pieces(engine, values, table, owner, hop, addresses)
+        size = engine.encode_pieces(pieces, torch.float32, self._job(hop), self.codec.wire_id, room, self._unit(hop))
+        self._keep_sums_lost(parts, hop, rooms)
+        return int(size)
+
+    def _rooms_for_lost(self, table: Table, owner: int, values: Values, hop: Hop) -> list[torch.Tensor]:
+        """Where what is lost of sums goes; what was lost of them before is added to them, in place."""
+        memory, rooms = self.message.memory, list[torch.Tensor]()
+        if memory is None or not self._feeds_back or hop.own:
+            return rooms
+        for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
+            name, stage = self.message.names[part.tensor], stage_of(hop, part)
+            memory.compensate(name, x, self._unit(hop), stage)
+            rooms.append(memory.room(name, x, stage))
+        return rooms
+
+    def _addresses_of_lost(
+        self, table: Table, owner: int, hop: Hop, rooms: Sequence[torch.Tensor]
+    ) -> Column | None:
+        if not self._feeds_back:
+            return None
+        if not hop.own:
+            return np.array([room.data_ptr() for room in rooms], np.int64)
+        columns = table.columns(owner)
+        wholes = np.array([lost.data_ptr() for lost in self._lost], np.int64)
+        found: Column = wholes[columns.tensor] + 4 * columns.start
+        return found
+
+    def _keep_sums_lost(self, parts: Sequence[Part], hop: Hop, rooms: Sequence[torch.Tensor]) -> None:
+        for part, room in zip(parts, rooms):
+            assert self.message.memory is not None
+            self.message.memory.keep(self.message.names[part.tensor], room, stage_of(hop, part))
+
+    def decode(
+        self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
+    ) -> None:
+        engine, parts = self._engine, table.of_owner(owner)
+        if engine is None or not parts:
+            super().decode(table, owner, frames, own, hop, out, by)
+            return
+        terms: list[torch.Tensor | Column] = [frame for frame in frames if frame is not None]
+        add = hop.ring and len(terms) < len(frames)
+        if own is not None and add:  # own values are added as they are
+            torch._foreach_copy_(out.parts(table, owner), own.parts(table, owner))
+        elif own is not None:
+            place = frames.index(None)
+            terms.insert(place, own.addresses(table, owner))
+            self._note_own(engine, table, owner, own, hop)
+        pieces, job = self._pieces(engine, out, table, owner, hop), self._job(hop)
+        try:
+            engine.sum_pieces(terms, pieces, torch.float32, job, self.codec.wire_id, add)
+        except engine.DamagedFrames as damage:
+            self._explain(table, owner, terms[damage.part], hop)
+        if by > 1:
+            torch._foreach_div_(out.parts(table, owner), by)
+
+    def _note_own(self, engine: ModuleType, table: Table, owner: int, own: Values, hop: Hop) -> None:
+        """What is lost of values that count as if they had been coded and decoded."""
+        if not self._feeds_back:
+            return
+        rooms = self._rooms_for_lost(table, owner, own, hop)
+        pieces = self._pieces(engine, own, table, owner, hop, self._addresses_of_lost(table, owner, hop, rooms))
+        engine.note_lost_pieces(pieces, torch.float32, self._job(hop), self._unit(hop))
+        self._keep_sums_lost(table.of_owner(owner), hop, rooms)
+
+    def _explain(self, table: Table, owner: int, frame: torch.Tensor | Column, hop: Hop) -> None:
+        """Raises what is wrong with a frame, by decoding it part by part."""
+        if isinstance(frame, torch.Tensor):
+            super().decode(table, owner, [frame], None, hop, Stretch(table, owner, torch.float32), 1)
+        raise Corrupt("a frame that exchanges do not make")
+
+    # -- rings --------------------------------------------------------------------------------------------------
+
+    def recode(
+        self,
+        table: Table,
+        owner: int,
+        frames: Frames,
+        own: Values | None,
+        hop: Hop,
+        by: int,
+        after: Hop,
+        out: torch.Tensor,
+    ) -> int:
+        """In a ring, where nothing has to be known of what is lost, decodes, adds and encodes in one pass."""
+        engine, parts = self._engine, table.of_owner(owner)
+        if engine is not None and own is not None and hop.ring and after.ring and parts and not self._feeds_back:
+            (frame, _), kind = frames, wire.body_offset(False)
+            assert frame is not None
+            found = frames_in(frame, len(parts))
+            if all(part[kind : kind + 1].tolist() == [self._job(hop).coding] for part in found):
+                writer = FrameWriter(out, len(parts))
+                for part, incoming, local in zip(parts, found, own.parts(table, owner)):
+                    writer.add(self._add(engine, part, incoming, local, hop, after, writer.room))
+                return writer.end()
+        return super().recode(table, owner, frames, own, hop, by, after, out)
+
+    def _add(
+        self,
+        engine: ModuleType,
+        part: Part,
+        frame: torch.Tensor,
+        local: torch.Tensor,
+        hop: Hop,
+        after: Hop,
+        out: torch.Tensor,
+    ) -> int:
+        """Writes the frame of local + what is in `frame`; returns its bytes."""
+        header, start, job = wire.read_header(frame), wire.body_offset(False), self._job(after)
+        if header.numel != local.numel():
+            raise Corrupt(f"the frame holds {header.numel} values instead of {local.numel()}")
+        book = books.lengths(job.book, local.numel()) if job.book else None
+        floor, body, shift = self._context(part, hop).floor, frame[header.body_offset :], self._job(hop).shift
+        size = int(engine.decode_add_encode(body, local, job, out[start:], floor, shift, book, book))
+        wire.write_header(out, self.codec.wire_id, local.dtype, local.numel(), size, False)
+        return start + size
