@@ -20,7 +20,7 @@ from gradzip import Context, Unsupported, parse
 from gradzip.codecs.scaled import Fp8, Int4, Int8, Scaled
 from gradzip.engines.scaled_layout import BLOCKS
 from gradzip.errors import Corrupt
-from gradzip.exchange.codecs import message_codec, stream_codec
+from gradzip.exchange.codecs import fills_frames, stream_codec
 from gradzip.wire import HEADER_BYTES
 
 HEAD = 16
@@ -134,11 +134,11 @@ def test_float64_is_refused() -> None:
 
 def test_codecs_with_feedback_travel_tensor_by_tensor() -> None:
     for text in ("int8", "int4:block=64", "fp8"):
-        assert message_codec(parse(text)) is not None
+        assert fills_frames(parse(text))
         assert stream_codec(parse(text)) is not None
         kept = parse(f"{text}{',' if ':' in text else ':'}feedback=true")
         assert kept.error_memory == "fp32"
-        assert message_codec(kept) is None
+        assert not fills_frames(kept)
         assert stream_codec(kept) is None
 
 

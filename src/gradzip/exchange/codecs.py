@@ -43,6 +43,11 @@ def message_codec(codec: Codec) -> MessageCodec | None:
     return _OWN.get(codec.name, GenericMessages)(codec)
 
 
+def fills_frames(codec: Codec) -> bool:
+    """Whether one frame holds parts of all tensors of a message; else there is a frame for each part."""
+    return isinstance(message_codec(codec), NoiseMessages | ScaledMessages)
+
+
 @lru_cache(maxsize=64)
 def stream_codec(codec: Codec) -> StreamCodec | None:
     """The codec for whole messages on a stream; None: its frames have no known size, or it keeps residuals."""

@@ -158,9 +158,7 @@ class GCompCoder(GenericCoder):
             rooms.append(memory.room(name, x, stage))
         return rooms
 
-    def _addresses_of_lost(
-        self, table: Table, owner: int, hop: Hop, rooms: Sequence[torch.Tensor]
-    ) -> Column | None:
+    def _addresses_of_lost(self, table: Table, owner: int, hop: Hop, rooms: Sequence[torch.Tensor]) -> Column | None:
         if not self._feeds_back:
             return None
         if not hop.own:

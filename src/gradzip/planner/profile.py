@@ -18,7 +18,7 @@ from typing import Any
 from .. import jsonfile
 from ..codecs import Codec, parse
 from ..errors import CodecError, PlanError, nearest
-from ..exchange.codecs import message_codec
+from ..exchange.codecs import fills_frames
 from ..jsonfile import is_count, is_number, shown
 
 SCHEMA = "gradzip-profile"
@@ -119,7 +119,7 @@ class CodecCost:
     @cached_property
     def by_message(self) -> bool:
         """A frame holds parts of all tensors of a message, and not of one alone."""
-        return message_codec(self.codec) is not None
+        return fills_frames(self.codec)
 
     def ratio_of(self, name: str) -> float:
         return self.ratios.get(name, self.ratio)

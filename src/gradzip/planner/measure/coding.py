@@ -32,10 +32,11 @@ from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
+from ...exchange.codecs import fills_frames
 from ...feedback import Memory, clean_name
 from ...routes import NAMED
 from ..profile import CodecCost, Curve
-from .messages import MessageStand, Shapes, as_sent, codes_messages
+from .messages import MessageStand, Shapes, as_sent
 
 SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
 SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
@@ -84,7 +85,7 @@ def _cost(
     with torch.no_grad():
         if codec.rounds > 1:
             return _low_rank(codec, gradients, world)
-        if codes_messages(codec):
+        if fills_frames(codec):
             return _of_messages(codec, gradients, optimizer, world, means)
         floors = _floors(codec, optimizer)
         ratios = _ratios(codec, gradients, floors, own=True)

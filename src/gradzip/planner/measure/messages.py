@@ -29,10 +29,6 @@ from ...sensitivity.shape import SecondMoments
 ROUNDS = 3
 
 
-def codes_messages(codec: Codec) -> bool:
-    return message_codec(codec) is not None
-
-
 class MessageStand:
     """Sends messages of one codec to itself; in place of `coding.Stand`."""
 
