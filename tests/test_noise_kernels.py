@@ -294,6 +294,22 @@ class Ranks:
         return Part(values, level, self.shape(part), part.start, key, layout.offset_of(rank, self.world))
 
 
+def test_a_message_with_resized_slots_has_the_frames_and_means_of_the_reference(device: torch.device) -> None:
+    ranks = Ranks(device, 3, torch.float32)
+    largest = ranks.slots[0]
+    ranks.slots = largest - 1280, largest + 1280  # the smaller one has room yet
+    assert all(message.resize(*ranks.slots) for message in ranks.messages)
+    ranks.run(5)
+    expected = ranks.expected(5)
+    for message, tensors in zip(ranks.messages, ranks.tensors):
+        assert message.sent.numel() == 3 * ranks.slots[0]
+        assert message.gathered.numel() == 3 * ranks.slots[1]
+        assert not message.status.any()
+        for mean, found in zip(expected, tensors):
+            assert same_bits(found.cpu(), mean)
+    assert not ranks.messages[0].resize(2 * largest, largest), "they have outgrown the buffers"
+
+
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
 def test_a_message_has_the_frames_and_means_of_the_reference(
     device: torch.device, world: int, dtype: torch.dtype

@@ -105,6 +105,35 @@ def test_means_are_those_of_the_interpreter_and_replicas_identical(policy: str) 
         assert 0 < ranks[0]["stats"]["noise"]["worst"] <= 0.02
 
 
+def hurried(rank: int, policy: str) -> str:
+    task = Trained(policy, 0.02)
+    for number in range(4):  # kernels are compiled, and messages made
+        task.backward(number)
+    reduce = task.handle.reduce
+
+    def watched(bucket: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return reduce(bucket)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    task.handle.reduce = watched  # type: ignore[method-assign]
+    try:
+        for number in range(4, 18):  # slots change in two of them
+            task.backward(number)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("policy", ["noise", "cast", "int8"])
+def test_hooks_never_wait_for_the_gpu(policy: str) -> None:
+    assert run_ranks(2, hurried, policy, backend="nccl") == ["", ""]
+
+
 def damaged(rank: int) -> str:
     task, exchange = Trained("noise", 25), on_stream.all_to_all
 

@@ -258,10 +258,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "cuda"
         return
     emulated.install()
-    kernels._load.cache_clear()
+    launch.load_once.cache_clear()
     yield "cpu"
     launch.emulator = None
-    kernels._load.cache_clear()
+    launch.load_once.cache_clear()
 
 
 def test_kernels_make_the_same_shapes(device: str) -> None:

@@ -199,10 +199,16 @@ inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned by) {
 }
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
+// A GPU has one NaN for all results, whatever the operands' bits; a CPU keeps those.
+inline float with_gpu_nan(float v) {
+    const unsigned nan = 0x7fffffffu;
+    if (v != v) memcpy(&v, &nan, sizeof v);
+    return v;
+}
+inline float __fadd_rn(float a, float b) { return with_gpu_nan(a + b); }
+inline float __fmul_rn(float a, float b) { return with_gpu_nan(a * b); }
+inline float __fsub_rn(float a, float b) { return with_gpu_nan(a - b); }
+inline float __fdiv_rn(float a, float b) { return with_gpu_nan(a / b); }
 template <class T>
 T __ldcg(const T* p) { return *p; }
 template <class T>

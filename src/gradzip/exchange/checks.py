@@ -53,7 +53,6 @@ class _Told(NamedTuple):
 
     program: Program
     share: float
-    bytes_sent: int
     has_frames: bool  # that can be wrong
     places: Places
 
@@ -71,7 +70,7 @@ class _Layout:
         for number, message in enumerate(messages):
             places = Places(2 * ALIKE + number, first + per_message * before, reduced + OF_RANK * before)
             has_frames = message.kernels is not None
-            self.told.append(_Told(message.program, message.share, message.bytes_sent, has_frames, places))
+            self.told.append(_Told(message.program, message.share, has_frames, places))
             before += has_frames
         self.row = torch.zeros(reduced + OF_RANK * len(checked), dtype=torch.int64, device=device)
         self.reduced = self.row[:reduced]
@@ -91,8 +90,8 @@ class _Layout:
             self._call(digest, shapes, results)
         else:
             for number, found in enumerate((digest, shapes, results)):
-                if found is not None:
-                    self._alike[number, 0] = found
+                if found is not None:  # an assignment would copy from pageable memory, and the host would wait
+                    self._alike[number, 0].fill_(found)
             torch.neg(self._alike[:, 0], out=self._alike[:, 1])
         if norms:  # a number that is not finite has the largest bits, as an integer
             self._norms.index_copy_(0, self._others, torch.stack(list(norms)).abs_())
@@ -101,6 +100,7 @@ class _Layout:
 class _Sent(NamedTuple):
     step: int
     layout: _Layout
+    bytes_sent: list[int]  # by each message; slots may have changed since the layout was made
     numbers: torch.Tensor  # in pinned memory
     copied: Any  # an event
 
@@ -134,7 +134,8 @@ class Checks:
         pinned, copied = self._pinned(layout.row.numel())
         pinned.copy_(layout.row, non_blocking=True)
         copied.record(self._module.current_stream())
-        self._sent.append(_Sent(step, layout, pinned, copied))
+        bytes_sent = [message.bytes_sent for message in messages]
+        self._sent.append(_Sent(step, layout, bytes_sent, pinned, copied))
 
     def read(self, last: int | None = None) -> list[Row]:
         """The rows up to a step, or all. PeerError: something is wrong, and what came after it is not to be used."""
@@ -144,7 +145,7 @@ class Checks:
             sent.copied.synchronize()
             numbers = sent.numbers.numpy().copy()
             self._free.append((sent.numbers, sent.copied))
-            rows.append(self._parsed(sent.step, sent.layout, numbers))
+            rows.append(self._parsed(sent, numbers))
         return rows
 
     def _pinned(self, size: int) -> tuple[torch.Tensor, Any]:
@@ -154,14 +155,15 @@ class Checks:
                 return found
         return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda"), self._module.Event()
 
-    def _parsed(self, step: int, layout: _Layout, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+    def _parsed(self, sent: _Sent, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+        step, layout = sent.step, sent.layout
         world, whole, real = self._world, numbers.tolist(), numbers.view(np.float64).tolist()
         for number, text in enumerate(_WRONG):
             if whole[2 * number] != -whole[2 * number + 1]:
                 raise PeerError(f"at step {step} ranks {text}. {_last_good(step)}")
         norms = real[2 * ALIKE : 2 * ALIKE + len(layout.told)]
         sizes, outcome = {}, Outcome(finite=all(norm < np.inf for norm in norms))
-        for program, share, bytes_sent, has_frames, places in layout.told:
+        for (program, share, has_frames, places), bytes_sent in zip(layout.told, sent.bytes_sent):
             if not has_frames:
                 continue
             norm, frames = real[places.norm], whole[places.frames : places.frames + 2 * world + OF_FRAMES]

@@ -53,6 +53,10 @@ class DeviceMessage(ABC):
     def decode(self, step: int) -> None:
         """Makes means of what was gathered."""
 
+    def resize(self, sizes: Mapping[str, int]) -> bool:
+        """Goes over to slots of other sizes, on the current stream; False: it takes a new message."""
+        return False
+
     @property
     def bytes_sent(self) -> int:
         """By this rank in a step, padding included."""
@@ -145,9 +149,18 @@ class NoisyMessage(DeviceMessage):
             keys[OWN], keys[SUM], list(shapes), int(program.digest, 16) & 0xFFFFFFFF,
         )  # fmt: skip
         self.share = float(codec.codec.share)
-        self.kernels = self._kernels = kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
+        self.kernels = self._kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        kernels = self._kernels
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
+
+    def resize(self, sizes: Mapping[str, int]) -> bool:
+        done = self._kernels.resize(sizes[OWN], sizes[SUM])
+        self._take_buffers()
+        return done
 
     def encode(self, step: int) -> None:
         self._kernels.encode(step)

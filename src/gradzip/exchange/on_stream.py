@@ -184,7 +184,7 @@ class StreamRunner:
             self._send_row()
 
     def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
-        """Buffers and tables of a message; made when its layout, its slots or its shapes are new."""
+        """Buffers and tables of a message; made when layout or shapes are new, or slots have outgrown the buffers."""
         if streamed.program is None:
             codec, sizes = streamed.codec, [tensor.numel() for tensor in streamed.tensors]
             streamed.program = compile_route(
@@ -196,7 +196,10 @@ class StreamRunner:
         if slots is not None:
             self._slots[program.digest] = slots
             slots.begin()
-            is_new |= streamed.version is not self._shapes_version or streamed.slots != slots.sizes
+            is_new |= streamed.version is not self._shapes_version
+            if streamed.message is not None and not is_new and streamed.slots != slots.sizes:
+                is_new = not streamed.message.resize(slots.sizes)
+                streamed.slots, streamed.bytes_sent = dict(slots.sizes), streamed.message.bytes_sent
         if streamed.message is None or is_new:
             shapes = self._shapes.of(streamed.names) if self._uses_shapes else [None] * len(streamed.names)
             streamed.slots = {} if slots is None else dict(slots.sizes)

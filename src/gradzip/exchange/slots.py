@@ -2,9 +2,9 @@
 
 A slot is the same on all ranks, so that a collective moves it without telling sizes. An encoder makes its levels
 coarser where a frame does not fit. The first size follows from the share of noise; later ones from the largest frames
-of the last steps, which all ranks learn together, two steps late. Slots grow as soon as a frame was coarser, and shrink
-only at a few steps: to change them takes longer than to send a few bytes too many. What is not yet applied is part of
-the state, so that a resumed run changes its slots at the same steps.
+of the last steps, which all ranks learn together, two steps late. Slots grow as soon as a frame was coarser, and follow
+the largest frames both ways every few steps. What is not yet applied is part of the state, so that a resumed run
+changes its slots at the same steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 FIRST_ROOM = 1.25  # of what Gaussian values take
-ROOM = 1.02  # of the largest frame
-REMEMBERED = 50  # steps
+REMEMBERED = 16  # steps
+CHANGED = 8  # steps between two changes
 ALIGN = 128  # bytes
 LATE = 2  # steps until all ranks know a step's largest frames
 OWN, SUM = "own", "sum"  # the hops that frames are made for
@@ -32,8 +32,13 @@ class Largest(NamedTuple):
 
 
 def is_due(step: int) -> bool:
-    """Whether slots may shrink before this step of the exchange, counted from 0."""
-    return step in (8, 32, 128) or (step > 0 and step % 256 == 0)
+    """Whether slots follow the largest frames before this step of the exchange, counted from 0."""
+    return step > 0 and step % CHANGED == 0
+
+
+def room(values: int) -> float:
+    """Bytes of a slot over those of the largest frame so far: the fewer values, the more do frames differ."""
+    return 1.01 + 3 / math.sqrt(max(values, 1))
 
 
 def gaussian_bits(share: float, world: int, hop: str) -> float:
@@ -90,7 +95,7 @@ class Slots:
         for hop, seen in self.seen.items():
             if not seen or not (due or hop in self.coarser):
                 continue
-            size = min(aligned(max(self.least[hop], ROOM * max(seen))), aligned(self.bound[hop]))
+            size = min(aligned(max(self.least[hop], room(self.values) * max(seen))), aligned(self.bound[hop]))
             if hop in self.coarser:
                 size = max(size, self.sizes[hop])
             changed |= size != self.sizes[hop]

@@ -65,7 +65,7 @@ class SecondMoments:
         self._optimizers = [each for each in optimizers if type(each).__name__ != "ZeroRedundancyOptimizer"]
         self._names = names
         self._flat = torch.empty(0, dtype=torch.int8)
-        self._scratch = torch.empty(AT_ONCE, dtype=torch.int32)
+        self._scratch: torch.Tensor | None = None
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
         self._moments: dict[str, Moment] = {}  # where they come from
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
@@ -208,6 +208,7 @@ class SecondMoments:
         if not self._places:
             device = next(iter(self._names)).device
             self._flat = torch.zeros(sum(p.numel() for p in self._names), dtype=torch.int8, device=device)
+            self._scratch = torch.empty(AT_ONCE, dtype=torch.int32, device=device)
             sizes = [p.numel() for p in self._names]
             self._places = dict(zip(self._names.values(), self._flat.split_with_sizes(sizes)))
         return self._places[name]
@@ -220,8 +221,8 @@ def shape_of(
 
     `scratch` is room for some int32: fresh memory would cost more than the work itself.
     """
-    out = torch.empty(second.numel(), dtype=torch.int8) if out is None else out
-    scratch = torch.empty(AT_ONCE, dtype=torch.int32) if scratch is None else scratch
+    out = torch.empty(second.numel(), dtype=torch.int8, device=second.device) if out is None else out
+    scratch = torch.empty(AT_ONCE, dtype=torch.int32, device=second.device) if scratch is None else scratch
     if not second.numel():
         return None
     bits = second.contiguous().view(torch.int32)  # ordered like the values themselves, where these are not negative

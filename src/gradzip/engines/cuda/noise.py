@@ -101,8 +101,15 @@ def times_of(divisor: int) -> float:
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """An array's bytes on a device; at least one byte, so that there is an address."""
-    data = bytearray(array.tobytes()) or bytearray(16)
-    return torch.frombuffer(data, dtype=torch.uint8).to(device, copy=True)
+    return write(torch.empty(max(array.nbytes, 16), dtype=torch.uint8, device=device), array)
+
+
+def write(table: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
+    """Copies an array's bytes into a table on the current stream. The host does not wait: the copy is pinned."""
+    data = torch.frombuffer(bytearray(array.tobytes()) or bytearray(16), dtype=torch.uint8)
+    data = data.pin_memory() if table.device.type == "cuda" else data
+    table[: data.numel()].copy_(data, non_blocking=True)
+    return table
 
 
 @cache
@@ -125,7 +132,8 @@ def tables(device: torch.device) -> torch.Tensor:
     thresholds[: len(THRESHOLDS)] = THRESHOLDS
     notches = np.array([2.0 ** (notch / 4) for notch in range(MOST_NOTCH + 1)], "<f4")
     parts = (encode, decode, thresholds, notches, np.array(REACHES, "<u4"))
-    return to_device(np.frombuffer(b"".join(part.tobytes() for part in parts), np.uint8), device)
+    # All streams read them: the host waits until they are there.
+    return torch.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), dtype=torch.uint8).to(device)
 
 
 # --- Launches ---------------------------------------------------------------------------------------------------------
@@ -276,8 +284,9 @@ class Encoder:
             if room < least:
                 raise Unsupported(f"a slot of {room} bytes is too small: a frame of these parts has at least {least}")
         self.results = torch.zeros(frames * RESULT.itemsize, dtype=torch.uint8, device=device)
+        self.frames = to_device(geometry.frames, device)
         self._kept = [
-            to_device(np.append(parts, np.zeros(1, PART)), device), to_device(geometry.frames, device),
+            to_device(np.append(parts, np.zeros(1, PART)), device), self.frames,
             to_device(geometry.blocks, device), levels, tables(device),
             torch.empty(count * STAGE_BYTES, dtype=torch.uint8, device=device),
             torch.zeros(count, dtype=torch.int32, device=device),
@@ -328,8 +337,9 @@ class Decoder:
     ) -> None:
         """`squares` gets the sum of squares of each block's values; float64."""
         count, frames = len(geometry.blocks), len(geometry.frames)
+        self.frames = to_device(geometry.frames, device)
         self._kept = [
-            to_device(np.append(parts, np.zeros(1, PART)), device), to_device(geometry.frames, device),
+            to_device(np.append(parts, np.zeros(1, PART)), device), self.frames,
             to_device(geometry.blocks, device), tables(device),
             torch.empty(count, dtype=torch.int64, device=device),
             torch.zeros(frames, dtype=torch.int32, device=device), status,

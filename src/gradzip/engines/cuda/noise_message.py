@@ -5,12 +5,12 @@
     decode   the frames of all sums become the means                          2 launches
 
 Everything is enqueued on the current stream; nothing is allocated, and the host does not wait. Tables and buffers are
-made once for a layout: the tensors' addresses, the parts and the slots.
+made once for a layout: the tensors' addresses and the parts. Slots of another size take a few small copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from .noise import Arguments, Call, Decoder, Encoder, Geometry, Measurer
 Column = npt.NDArray[np.int64]
 SLOT_ALIGN = 128  # bytes
 _NOTCH = 4  # bytes of a body before its notch
+_GROWTH = 1.125  # how far slots can grow without new buffers
 
 
 @dataclass
@@ -88,18 +89,21 @@ class NoiseMessage:
         self.world = message.world
         self.device = message.tensors[0].device
         self.dtype = message.tensors[0].dtype
-        world, rank = message.world, message.rank
-        self.own_slot, self.sum_slot = own_slot, sum_slot
-        self.sent = torch.zeros(world * own_slot, dtype=torch.uint8, device=self.device)
-        self.received = torch.zeros(world * own_slot, dtype=torch.uint8, device=self.device)
-        self.gathered = torch.zeros(world * sum_slot, dtype=torch.uint8, device=self.device)
-        self.sum_frame = self.gathered[rank * sum_slot : (rank + 1) * sum_slot]
+        world = message.world
+        self._own_most, self._sum_most = (aligned(int(_GROWTH * slot)) for slot in (own_slot, sum_slot))
+        self._room = [
+            torch.zeros(world * most, dtype=torch.uint8, device=self.device)
+            for most in (self._own_most, self._own_most, self._sum_most)
+        ]
+        self._set_slots(own_slot, sum_slot)
         self.status = torch.zeros(2 * world, dtype=torch.int32, device=self.device)  # of incoming frames, then of sums
         self._levels = torch.zeros(len(message.tensors), 2, device=self.device)
         factor = share * (12.0 / 2 * world / (world + 1))
         # Of each tensor: squares, the sum of 4^(d + 12), and whether all is finite.
         self._told = torch.zeros(len(message.tensors), 3, dtype=torch.int64, device=self.device)
         self._measurer = Measurer(message.tensors, message.shapes, factor, self._levels, self._told)
+        # The tables that depend on slots, and what makes their rows for the sizes that slots have now.
+        self._placed: list[tuple[Callable[[], npt.NDArray[np.void]], torch.Tensor]] = []
         self._make_encoder()
         self._make_reducer()
         self._make_decoder()
@@ -116,18 +120,43 @@ class NoiseMessage:
     def sum_result(self) -> torch.Tensor:
         return self._sum_encoder.results
 
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    def resize(self, own_slot: int, sum_slot: int) -> bool:
+        """Goes over to slots of other sizes, on the current stream; False: there is no room for them."""
+        if own_slot > self._own_most or sum_slot > self._sum_most:
+            return False
+        self._set_slots(own_slot, sum_slot)
+        for place, table in self._placed:
+            noise.write(table, place())
+        return True
+
+    def _set_slots(self, own_slot: int, sum_slot: int) -> None:
+        world, rank = self._message.world, self._message.rank
+        self.own_slot, self.sum_slot = own_slot, sum_slot
+        sent, received, gathered = self._room
+        self.sent, self.received = sent[: world * own_slot], received[: world * own_slot]
+        self.gathered = gathered[: world * sum_slot]
+        self.sum_frame = self.gathered[rank * sum_slot : (rank + 1) * sum_slot]
+
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def _make_encoder(self) -> None:
         m = self._message
         others = [owner for owner in range(m.world) if owner != m.rank]
         geometry = Geometry([m.counts(owner) for owner in others])
-        geometry.frames["slot"] = [self.sent.data_ptr() + owner * self.own_slot for owner in others]
-        geometry.frames["room"] = self.own_slot
+
+        def placed() -> npt.NDArray[np.void]:
+            geometry.frames["slot"] = [self.sent.data_ptr() + owner * self.own_slot for owner in others]
+            geometry.frames["room"] = self.own_slot
+            return geometry.frames
+
+        placed()
         rows = m.rows(~m.of_owner(m.rank), m.own_keys)
         rows["place"] = geometry.places
         offset = layout.offset_of(m.rank, m.world)
         self._encoder = Encoder(self.device, self.dtype, geometry, rows, self._levels, HEADER_BYTES, m.digest, offset)
+        self._placed.append((placed, self._encoder.frames))
 
     def _make_reducer(self) -> None:
         m = self._message
@@ -143,13 +172,17 @@ class NoiseMessage:
         sums["level"] = np.arange(len(sums))
 
         incoming = np.repeat(geometry.frames, m.world)
-        incoming["slot"] = self.received.data_ptr() + np.arange(m.world) * self.own_slot
-        incoming["room"] = self.own_slot
+
+        def placed() -> npt.NDArray[np.void]:
+            incoming["slot"] = self.received.data_ptr() + np.arange(m.world) * self.own_slot
+            incoming["room"] = self.own_slot
+            return incoming
+
         incoming["first_block"] = np.arange(m.world) * blocks
         verdicts = torch.zeros(m.world, dtype=torch.int32, device=self.device)
         nothing = np.zeros(1, noise.PART)
         self._kept = [
-            noise.to_device(np.append(own, nothing), self.device), noise.to_device(incoming, self.device),
+            noise.to_device(np.append(own, nothing), self.device), noise.to_device(placed(), self.device),
             noise.to_device(geometry.blocks, self.device), self._levels, noise.tables(self.device),
             torch.empty(m.world * blocks, dtype=torch.int64, device=self.device), verdicts, self.status,
             noise.to_device(np.append(sums, nothing), self.device), sum_levels,
@@ -163,16 +196,26 @@ class NoiseMessage:
             kernel = f"noise_add<{noise.float_name(self.dtype)}>"
             self._add = Call(self.device, kernel, -(-blocks // 2), noise.DECODERS, arguments, persistent=True)
 
-        geometry.frames["slot"], geometry.frames["room"] = self.sum_frame.data_ptr(), self.sum_slot
+        def sum_placed() -> npt.NDArray[np.void]:
+            geometry.frames["slot"], geometry.frames["room"] = self.sum_frame.data_ptr(), self.sum_slot
+            return geometry.frames
+
+        sum_placed()
         self._sum_encoder = Encoder(
             self.device, torch.float32, geometry, sums, sum_levels, HEADER_BYTES, m.digest, 0, verdicts, m.rank
         )
+        self._placed += [(placed, self._kept[1]), (sum_placed, self._sum_encoder.frames)]
 
     def _make_decoder(self) -> None:
         m = self._message
         geometry = Geometry([m.counts(owner) for owner in range(m.world)])
-        geometry.frames["slot"] = self.gathered.data_ptr() + np.arange(m.world) * self.sum_slot
-        geometry.frames["room"] = self.sum_slot
+
+        def placed() -> npt.NDArray[np.void]:
+            geometry.frames["slot"] = self.gathered.data_ptr() + np.arange(m.world) * self.sum_slot
+            geometry.frames["room"] = self.sum_slot
+            return geometry.frames
+
+        placed()
         rows = m.rows(np.ones(len(m.owner), np.bool_), m.sum_keys)
         rows["place"] = geometry.places
         self._find_levels(geometry)
@@ -181,18 +224,24 @@ class NoiseMessage:
             self.device, self.dtype, geometry, rows, HEADER_BYTES, m.digest, m.world, self.status[m.world :],
             self.squares,
         )  # fmt: skip
+        self._placed.append((placed, self._decoder.frames))
 
     def _find_levels(self, geometry: Geometry) -> None:
         """`level_table`: where the kernel of the row of checks finds the level of each tensor's sum."""
         m = self._message
         place = np.arange(len(m.owner)) - geometry.frames["first_part"][m.owner].astype(np.int64)  # in its frame
-        body = self.gathered.data_ptr() + m.owner * self.sum_slot + HEADER_BYTES
         tensors, first = np.unique(m.tensor, return_index=True)  # one part of each will do
         table = np.zeros(len(tensors), [(name, "<u8") for name in ("level", "notch", "weight")])
-        table["level"] = (body + layout.HEAD_BYTES + 4 * place)[first]
-        table["notch"] = (body + _NOTCH)[first]
         table["weight"] = self._told.data_ptr() + 24 * tensors + 8
-        self.level_table = noise.to_device(table, self.device)
+
+        def placed() -> npt.NDArray[np.void]:
+            body = self.gathered.data_ptr() + m.owner * self.sum_slot + HEADER_BYTES
+            table["level"] = (body + layout.HEAD_BYTES + 4 * place)[first]
+            table["notch"] = (body + _NOTCH)[first]
+            return table
+
+        self.level_table = noise.to_device(placed(), self.device)
+        self._placed.append((placed, self.level_table))
 
 
 def slot_for(counts: Sequence[int], bits: float) -> int:

@@ -268,7 +268,8 @@ DEVICE void scaled_tile(const Args& args) {
         }
         if (a.divisor != 1.0f)
 #pragma unroll
-            for (int j = 0; j < 8; j++) x[j] = a.times != 0.0f ? __fmul_rn(x[j], a.times) : __fdiv_rn(x[j], a.divisor);
+            for (int j = 0; j < 8; j++)  // a GPU makes another NaN of the canonical one
+                x[j] = canonical(a.times != 0.0f ? __fmul_rn(x[j], a.times) : __fdiv_rn(x[j], a.divisor));
     } else load_eight<F>(part.values, p, x);
     if (kWrites) {
         encode_eight<kKind, kBlockValues, kHadamard>(a, pointer<u8>(pointer<const u64>(a.frames)[part.frame]), part, p, x);
