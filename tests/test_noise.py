@@ -301,6 +301,13 @@ def test_keys_by_hand() -> None:
 # -- frames ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step", [0, 1, 7, (1 << 32) - 1, 1 << 33])
+def test_keys_of_many_tensors_are_those_of_each(step: int) -> None:
+    names = [f"layer.{number}" for number in range(50)]
+    of_names = np.array([layout.name_key(3, name, "own", 0) for name in names], np.uint64)
+    assert layout.keys_in_step(of_names, step).tolist() == [layout.key_of(3, step, name, "own", 0) for name in names]
+
+
 def test_the_tables_are_complete_codes_and_as_listed() -> None:
     page = (ROOT / "docs/format.md").read_text()
     header = (ROOT / "native/noise_tables.h").read_text()

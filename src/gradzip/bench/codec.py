@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ..codecs.gcomp import GComp
 from ..codecs.noise import Noise
 from ..engines import noise_layout, reference_noise
 from ..engines.layout import EXACT, Floor
-from ..engines.noise_layout import Part, Slot
+from ..engines.noise_layout import PackedParts, Shapes, Slot
 from ..errors import GradzipError, Unsupported
 from ..sensitivity.shape import shape_of
 from .entropy import bound_bits
@@ -100,27 +100,22 @@ class _Parts:
 
     def __init__(self, codec: Noise, sample: Sample) -> None:
         self.engine, self.share, snapshot = engines.noise("cpu"), float(codec.share), sample.snapshot
-        self.shapes: list[torch.Tensor | None] = [None] * len(sample.tensors(sample.values))
-        if snapshot is not None:
-            self.shapes = [shape_of(v) for v in sample.tensors(snapshot.second)]
-        self.tensors = sample.tensors(sample.values)
-        self.weights = [
-            one.weights
-            for one in self.engine.statistics_of([Part(x, shape=d) for x, d in zip(self.tensors, self.shapes)])
-        ]
+        tensors = sample.tensors(sample.values)
+        shapes = [shape_of(v) for v in sample.tensors(snapshot.second)] if snapshot else [None] * len(tensors)
+        numbers, starts = np.arange(len(tensors)), np.zeros(len(tensors), np.int64)
+        self.shapes, self.parts = Shapes(shapes), PackedParts(tensors, numbers, starts)
+        of_names = [noise_layout.name_key(0, str(number), "own", 0) for number in numbers]
+        self.keys = noise_layout.keys_in_step(np.array(of_names, np.uint64), 0)
+        self.weights = self.engine.measure(self.parts.fill(self.keys, shapes=self.shapes)).weights
         self.back = torch.zeros_like(sample.values)
-        self.outs = [Part(y, shape=d) for y, d in zip(sample.tensors(self.back), self.shapes)]
-        bound = noise_layout.body_bound([x.numel() for x in self.tensors])
+        self.outs = PackedParts(sample.tensors(self.back), numbers, starts).fill(self.keys, shapes=self.shapes)
+        bound = noise_layout.body_bound([x.numel() for x in tensors])
         self.frame, self.written = torch.zeros(wire.HEADER_BYTES + bound, dtype=torch.uint8), 0
-        self.parts: list[Part] = []
 
     def encode(self) -> None:
-        self.parts = []
-        found = self.engine.statistics_of([Part(x) for x in self.tensors])
-        for number, (x, shape, weights, one) in enumerate(zip(self.tensors, self.shapes, self.weights, found)):
-            key = noise_layout.key_of(0, 0, str(number), "own", 0)
-            level = noise_layout.level(replace(one, weights=weights), self.share, RANKS)
-            self.parts.append(Part(x, level, shape, 0, key))
+        found = self.engine.measure(self.parts.fill(self.keys))
+        levels = noise_layout.levels(found._replace(weights=self.weights), self.share, RANKS)
+        self.parts.fill(self.keys, levels=levels, shapes=self.shapes)
         (written,) = self.engine.encode_frames([Slot(self.parts, self.frame)], 0, 0)
         self.written = written.size
 

@@ -226,6 +226,15 @@ def key_in_step(of_name: int, step: int) -> int:
     return k1 << 32 | k0
 
 
+def keys_in_step(of_names: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.uint64]:
+    """The same for many tensors at once."""
+    low, high, shift = of_names.astype(np.uint32), (of_names >> np.uint64(32)).astype(np.uint32), np.uint64(32)
+    step &= 0xFFFFFFFF
+    k0 = _mix32s(low ^ np.uint32(_mix32(step)))
+    k1 = _mix32s(high + np.uint32(step * 0x9E3779B9 & 0xFFFFFFFF))
+    return k1.astype(np.uint64) << shift | k0
+
+
 def name_key_of(key: int, step: int) -> int:
     """What `key_in_step` made a key from, for engines that take keys of names; every step of it can be undone."""
     step &= 0xFFFFFFFF
@@ -244,6 +253,12 @@ def _mix32(x: int) -> int:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor & 0xFFFFFFFF
     return x ^ x >> 16
+
+
+def _mix32s(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
 
 
 def _unmix32(x: int) -> int:

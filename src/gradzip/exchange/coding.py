@@ -101,11 +101,13 @@ class Stretch(Values):
 
 def in_float32(values: Values, fill: bool = True) -> Values:
     """The values, or a copy of those of 16 bits, which stays for the next step."""
-    if all(tensor.dtype == torch.float32 for tensor in values.tensors):
-        return values
     if "float32" not in values.kept:
-        values.kept["float32"] = Values([torch.empty(tensor.numel()) for tensor in values.tensors])
-    wide: Values = values.kept["float32"]
+        narrow = any(tensor.dtype != torch.float32 for tensor in values.tensors)
+        copies = Values([torch.empty(tensor.numel()) for tensor in values.tensors]) if narrow else None
+        values.kept["float32"] = copies
+    wide: Values | None = values.kept["float32"]
+    if wide is None:
+        return values
     if fill:
         torch._foreach_copy_(list(wide.tensors), list(values.tensors))
     return wide

@@ -30,6 +30,7 @@ class NoiseMessages(MessageCodec):
     def __init__(self, codec: Noise) -> None:
         self.codec, self.text = codec, str(codec)
         self._bounds: dict[tuple[str, int], int] = {}
+        self._name_keys: dict[tuple[int, str, Sequence[str]], npt.NDArray[np.uint64]] = {}
 
     def bound(self, table: Table, owner: int, kind: torch.dtype) -> int:
         key = table.digest, owner
@@ -39,13 +40,23 @@ class NoiseMessages(MessageCodec):
         return self._bounds[key]
 
     def coder(self, message: Message) -> Coder:
-        return _NoiseCoder(message, float(self.codec.share))
+        keys = {hop: noise_layout.keys_in_step(self._drawn(message, hop), message.step) for hop in ("own", "sum")}
+        return _NoiseCoder(message, float(self.codec.share), keys)
+
+    def _drawn(self, message: Message, hop: str) -> npt.NDArray[np.uint64]:
+        """What the keys of a message's tensors have in common in all steps: hashes of names, made once."""
+        key = message.seed, hop, tuple(message.names)
+        if key not in self._name_keys:
+            found = [noise_layout.name_key(message.seed, name, hop, 0) for name in message.names]
+            self._name_keys[key] = np.array(found, np.uint64)
+        return self._name_keys[key]
 
 
 class _NoiseCoder(Coder):
-    def __init__(self, message: Message, share: float) -> None:
+    def __init__(self, message: Message, share: float, keys: dict[str, npt.NDArray[np.uint64]]) -> None:
+        """`keys`: of each tensor, for own gradients and for sums."""
         super().__init__(message)
-        self._share, self._step = share, message.step
+        self._share, self._step, self._keys = share, message.step, keys
         self._engine = engines.noise("cpu")
         self._own = Values([])  # the rank's own gradients, in float32
         self._levels = np.zeros(len(message.names), np.float32)  # of its tensors
@@ -54,11 +65,6 @@ class _NoiseCoder(Coder):
         self._whole = Table.of([], [], [1])  # whole tensors, for one owner
         self._coarser = 0
         self._offset = noise_layout.offset_of(message.rank, message.world)
-        self._keys = {hop: self._drawn(hop) for hop in ("own", "sum")}
-
-    def _drawn(self, hop: str) -> npt.NDArray[np.uint64]:
-        seed, step = self.message.seed, self.message.step
-        return np.array([noise_layout.key_of(seed, step, name, hop, 0) for name in self.message.names], np.uint64)
 
     def measure(self, values: Values) -> None:
         super().measure(values)
