@@ -48,7 +48,12 @@ template <>
 struct Largest<Float16> {
     DEVICE float value() { return 65504.0f; }
 };
-DEVICE float bounded(float v, float most) { return v > most ? most : v < -most ? -most : v; }
+// On bits: of comparisons the compiler may make instructions that turn the canonical NaN into another one.
+DEVICE float bounded(float v, float most) {
+    u32 bits = __float_as_uint(v), size = bits & 0x7fffffffu, limit = __float_as_uint(most);
+    if (size > 0x7f800000u) return __uint_as_float(kCanonicalNan);
+    return __uint_as_float(size > limit ? (bits & 0x80000000u) | limit : bits);
+}
 
 struct ScaledKey {
     u32 k0, k1;
