@@ -36,7 +36,7 @@ LAYERS = {
     "checks": 6,
     "exchange": 6,
     "refresh": 6,
-    "planner": 6,
+    "planner": 7,
     "gradients": 7,
     "backward": 8,
     "streamed": 8,
