@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Message, Outcome, open_channel, submit
+from gradzip.collectives import Message, open_channel, submit
+from gradzip.exchange.outcome import Outcome
 from gradzip.feedback import Memory
 from gradzip.routes import CODING, Route, tree
 

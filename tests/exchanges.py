@@ -13,17 +13,18 @@ import torch.distributed as dist
 from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Channel, Message, Outcome, open_channel, route_of, submit
+from gradzip.collectives import Message, PipelineChannel, open_channel, route_of, submit
 from gradzip.exchange import coding
 from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.on_host import HostMessage, runner_of
+from gradzip.exchange.outcome import Outcome
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
 HOSTS, LOCAL = 2, 2
 
 
-def connect(per_host: int = LOCAL) -> Channel:
+def connect(per_host: int = LOCAL) -> PipelineChannel:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     world = dist.group.WORLD
     assert world is not None
@@ -33,7 +34,7 @@ def connect(per_host: int = LOCAL) -> Channel:
 class Exchanger:
     """Sends messages of tensors that keep their names, and hence their residuals, from call to call."""
 
-    def __init__(self, to: Channel) -> None:
+    def __init__(self, to: PipelineChannel) -> None:
         self.channel, self.memory, self.step = to, Memory(to.rank), 0
         self._waiting: list[tuple[threading.Event, list[Outcome]]] = []
 

@@ -22,18 +22,19 @@ from ranks import TIMEOUT, run_ranks
 from torch import nn
 
 from gradzip import Unsupported, parse
-from gradzip.collectives import Channel, channel, open_channel, transports
-from gradzip.collectives.buffers import Buffers
+from gradzip.collectives import PipelineChannel, channel, open_channel, transports
 from gradzip.collectives.carrier import Carrier
-from gradzip.collectives.gloo import Broken, Rows
 from gradzip.errors import PeerError
+from gradzip.exchange import channel as connections
+from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.gloo import Broken, Rows
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, tree
 
 WORLD = HOSTS * LOCAL
 
 
-def connected(transport: str, device: torch.device) -> Channel:
+def connected(transport: str, device: torch.device) -> PipelineChannel:
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL if dist.get_world_size() == WORLD else 1)
     assert dist.group.WORLD is not None
     return open_channel(dist.group.WORLD, device, timeout=TIMEOUT, transport=transport)
@@ -92,7 +93,7 @@ def carried(rank: int) -> dict[str, Any]:
 
     standin.Ordered.exchange = noted  # type: ignore[method-assign]
     standin.longest = 0.003
-    channel._probe = probe
+    connections._probe = probe
     device = torch.device("cpu")
     routes = [str(route) for route in covering(list(tree()))[:8]] + list(NAMED)
     return {"wrong": wrong_means(device, routes, 1003), "differing": both_ways(device, 6), "by": set(seen)}
@@ -160,7 +161,7 @@ def test_a_communicator_that_comes_too_late_is_ended(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(channel, "_make_communicator", late)
     with pytest.raises(PeerError, match="did not meet over NCCL within 0:00:00"):
-        Channel._communicator(lonely(), None, timedelta(seconds=0.1))  # type: ignore[arg-type]
+        PipelineChannel._communicator(lonely(), timedelta(seconds=0.1))  # type: ignore[arg-type]
     awaited.set()
     assert aborted.wait(30)
 
@@ -171,13 +172,15 @@ def test_nccl_that_cannot_connect_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(channel, "_make_communicator", refuses)
     with pytest.raises(PeerError, match=r"rank 0 .* over NCCL \(ncclCommInitRank: invalid.*GRADZIP_TRANSPORT=gloo"):
-        Channel._communicator(lonely(), None, timedelta(seconds=30))  # type: ignore[arg-type]
+        PipelineChannel._communicator(lonely(), timedelta(seconds=30))  # type: ignore[arg-type]
 
 
 def lonely() -> Any:
     """As much of a channel as it takes to make a communicator; nobody has left word of anything."""
     health = SimpleNamespace(cause=lambda patience: None)
-    return SimpleNamespace(rank=0, world=2, device=torch.device("cpu"), error=None, health=health, fail=lambda e: e)
+    return SimpleNamespace(
+        rank=0, world=2, _store=None, device=torch.device("cpu"), error=None, health=health, fail=lambda e: e
+    )
 
 
 def test_nccl_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:

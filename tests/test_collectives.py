@@ -14,7 +14,8 @@ from ranks import run_ranks
 from gradzip.codecs import Context, parse
 from gradzip.collectives import Message, message
 from gradzip.collectives.pipeline import ROW_VERSION, Agreement, Job
-from gradzip.collectives.terms import Exchange, Members
+from gradzip.collectives.terms import Exchange
+from gradzip.exchange.topology import Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, tree
 

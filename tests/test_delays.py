@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import Rules
-from gradzip.collectives import channel
+from gradzip.exchange import channel
 from gradzip.exchange.on_host import FIRST_NUMBER
 from gradzip.routes import NAMED
 

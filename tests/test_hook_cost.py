@@ -16,10 +16,12 @@ from torch import nn
 from training import Run, same, start
 
 from gradzip import Accordion, Fixed, Rules, backward, checks
-from gradzip.collectives import Elsewhere, Topology, sockets
-from gradzip.collectives.finite import all_finite
+from gradzip.collectives import Elsewhere
 from gradzip.engines.layout import Floor
 from gradzip.errors import PeerError
+from gradzip.exchange import sockets
+from gradzip.exchange.finiteness import all_finite
+from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.hooks.ahead import Ahead
 from gradzip.hooks.buckets import Buckets

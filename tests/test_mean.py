@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gradzip.collectives.executor import Executor
 from gradzip.collectives.mean import WHERE, averaging
 from gradzip.collectives.message import ALLREDUCE, _Plain
-from gradzip.collectives.terms import AllReduce, Exchange, Members, Parts, Steps
+from gradzip.collectives.terms import AllReduce, Exchange, Parts, Steps
+from gradzip.exchange.topology import Members
 from gradzip.routes import NAMED
 
 Said = list[tuple[str, int, bool, list[int], list[bytes]]]

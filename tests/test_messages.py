@@ -11,7 +11,6 @@ from conftest import floor_for, gradient, same_bits
 from identity import native_on
 
 from gradzip import engines, parse
-from gradzip.collectives.topology import Topology
 from gradzip.engines import native
 from gradzip.engines.layout import Floor
 from gradzip.exchange.codecs import message_codec
@@ -19,6 +18,7 @@ from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.program import Program
+from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 

@@ -15,13 +15,13 @@ from test_on_host import Exchange, connect
 from test_programs import compiled
 
 from gradzip.codecs.noise import Noise
-from gradzip.collectives.topology import Topology
 from gradzip.engines import noise_layout, reference_noise
 from gradzip.engines.noise_layout import Measured, Part, Shapes, Statistics
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.noise import NoiseMessages
 from gradzip.exchange.parts import Table
+from gradzip.exchange.topology import Topology
 from gradzip.routes import NAMED
 
 ALLTOALL = NAMED["alltoall"]

@@ -14,7 +14,7 @@ from conftest import gradient, same_bits
 from exchanges import covering
 from ranks import TIMEOUT, run_ranks
 
-from gradzip.collectives import Channel, Outcome, open_channel
+from gradzip.collectives import PipelineChannel, open_channel
 from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
 from gradzip.exchange import on_host
@@ -22,6 +22,7 @@ from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import HostProgram, runner_of
+from gradzip.exchange.outcome import Outcome
 from gradzip.routes import NAMED, Route, tree
 
 FLAT = [name for name, route in NAMED.items() if not route.hierarchical]
@@ -29,7 +30,7 @@ SIZES = [3, 5000, 0, 1, 700, 40_001]
 CODECS = {"identity": Raw("identity"), "cast": Raw("cast", torch.bfloat16)}
 
 
-def connect(per_host: int) -> Channel:
+def connect(per_host: int) -> PipelineChannel:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     assert dist.group.WORLD is not None
     return open_channel(dist.group.WORLD, torch.device("cpu"), timeout=TIMEOUT)
@@ -38,7 +39,7 @@ def connect(per_host: int) -> Channel:
 class Exchange:
     """Sends messages of named tensors through the runner, and through the interpreter beside it."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: PipelineChannel) -> None:
         self.channel, self.step = channel, 0
 
     def prepared(

@@ -17,13 +17,13 @@ from training import same
 
 import gradzip
 from gradzip.codecs import parse
-from gradzip.collectives.topology import Topology
 from gradzip.engines.noise_layout import Shapes
 from gradzip.exchange import on_stream, slots
 from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.program import Program
+from gradzip.exchange.topology import Topology
 from gradzip.sensitivity.near import memory_order
 
 WORLD, STEPS = 4, 11

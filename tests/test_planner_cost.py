@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from planning import line, profile
 
 from gradzip.codecs import parse
-from gradzip.collectives.topology import Topology as Ranks
 from gradzip.errors import PlanError
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.program import Communicate
+from gradzip.exchange.topology import Topology as Ranks
 from gradzip.option import Option
 from gradzip.planner.choices import Limits, choices, routes, twin
 from gradzip.planner.cost import KINDS, Pricing, features, loads

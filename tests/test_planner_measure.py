@@ -15,7 +15,7 @@ import torch
 from ranks import free_port
 from torch import nn
 
-from gradzip import cli, collectives, wire
+from gradzip import cli, wire
 from gradzip.codecs import Context, parse
 from gradzip.engines import noise_layout
 from gradzip.exchange.codecs import message_codec
@@ -23,6 +23,7 @@ from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.program import Communicate
+from gradzip.exchange.topology import Topology as Ranks
 from gradzip.planner import answer as answers
 from gradzip.planner import inject_folder
 from gradzip.planner.answer import Request, answer
@@ -187,7 +188,7 @@ def test_frames_of_noise_are_as_large_as_those_of_an_exchange(kind: type[torch.o
             sent[step.name] = [frame.numel() - wire.HEADER_BYTES for frame in frames]
             super()._communicate(step, ranks)
 
-    topology = collectives.Topology(0, tuple((rank,) for rank in range(world)))
+    topology = Ranks(0, tuple((rank,) for rank in range(world)))
     values = [parameter.numel()]
     program = compile_route(codec.text, NAMED["alltoall"], ["x"], values, torch.float32, topology, True)
     known = noise_layout.Shapes(shapes)
@@ -206,7 +207,7 @@ def test_messages_that_stand_for_those_of_others_end_as_their_mean() -> None:
     given = torch.randn(1024).repeat(4)
     codec = message_codec(parse("noise:share=0.1%"))
     assert codec is not None
-    topology = collectives.Topology(0, tuple((rank,) for rank in range(4)))
+    topology = Ranks(0, tuple((rank,) for rank in range(4)))
     program = compile_route(codec.text, NAMED["alltoall"], ["x"], [4096], torch.float32, topology, True)
     values = Values([given.clone()])
     stages = sending._Sending(program, codec, values, Message(["x"], torch.float32, 0, 4, 3)).stages()

@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip.collectives import Exchange
-from gradzip.collectives.buffers import Buffers
-from gradzip.collectives.gloo import Pending, Rows
 from gradzip.collectives.pipeline import Agreement, Job, Pipeline
-from gradzip.collectives.terms import Members, Steps
-from gradzip.collectives.watch import Watch
+from gradzip.collectives.terms import Steps
 from gradzip.errors import PlanError
+from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.gloo import Pending, Rows
+from gradzip.exchange.recording import Watch
+from gradzip.exchange.topology import Members
 from gradzip.hooks.progress import SETTLING, WINDOW, Progress
 from gradzip.option import Option
 from gradzip.plan import Plan

@@ -13,13 +13,13 @@ from test_routes import HOSTS, LOCAL, Bytes, execute, whole_numbers
 from gradzip.collectives.blobs import Blob
 from gradzip.collectives.layout import Layout
 from gradzip.collectives.terms import How
-from gradzip.collectives.topology import Topology
 from gradzip.errors import Unsupported
 from gradzip.exchange.coding import Coder, Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route, lowered
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import VALUES, Communicate, Encode, Hop, Program, Recode
+from gradzip.exchange.topology import Topology
 from gradzip.routes import NAMED, Route, tree
 
 WORLD = HOSTS * LOCAL

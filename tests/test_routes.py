@@ -13,13 +13,14 @@ import torch
 
 from gradzip import Context, parse
 from gradzip.collectives.blobs import Blob
-from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.executor import Executor
 from gradzip.collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks, parts
 from gradzip.collectives.message import Message, jobs_of
-from gradzip.collectives.terms import Exchange, How, Members, Parts, Steps
+from gradzip.collectives.terms import Exchange, How, Parts, Steps
 from gradzip.errors import Unsupported
+from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.topology import Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, Step, tree
 

@@ -15,12 +15,12 @@ from gradzip.codecs.base import wide
 from gradzip.codecs.packing import pack, unpack
 from gradzip.codecs.sparse import SparseFrame
 from gradzip.collectives.blobs import Blob
-from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.layout import Piece
 from gradzip.collectives.sent import Sent
 from gradzip.collectives.terms import How
 from gradzip.errors import CodecError, Corrupt
+from gradzip.exchange.buffers import Buffers
 from gradzip.feedback import Memory
 from gradzip.wire import HEADER_BYTES
 

@@ -16,7 +16,7 @@ from training import same
 
 import gradzip
 from gradzip import Fixed, Floor, GradzipWarning
-from gradzip.collectives import Topology
+from gradzip.exchange.topology import Topology
 from gradzip.hooks.ways import Ways
 from gradzip.sensitivity import reaches, rules
 

@@ -15,15 +15,16 @@ from identity import native_on
 from gradzip import Context, engines, parse
 from gradzip.codecs.gcomp import GComp
 from gradzip.collectives import Exchange, together
-from gradzip.collectives.buffers import Buffers
 from gradzip.collectives.coder import TensorCoder
 from gradzip.collectives.executor import Executor
 from gradzip.collectives.layout import Piece, chunks
-from gradzip.collectives.terms import How, Members, Steps
+from gradzip.collectives.terms import How, Steps
 from gradzip.collectives.together import Frames, Leaf, OnGpu, coding_together
 from gradzip.engines import native
 from gradzip.engines.layout import Floor, Job
 from gradzip.errors import Corrupt, PeerError
+from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.topology import Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 

@@ -28,8 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
-from gradzip.collectives import channel, health
+from gradzip.collectives import channel
 from gradzip.emulate import launch
+from gradzip.exchange import channel as connections
+from gradzip.exchange import heartbeat
 from gradzip.exchange.gcomp import GCompCoder
 from gradzip.report.measured import measured
 
@@ -142,7 +144,7 @@ def unreachable(rank: int) -> None:
         def no_interface(*_: Any) -> Any:
             raise RuntimeError("no such interface")
 
-        patch.setattr(channel, "Gloo", no_interface)
+        patch.setattr(connections, "Gloo", no_interface)
         Loop("topk")
 
 
@@ -150,7 +152,7 @@ def silent(rank: int) -> None:
     """The heart of rank 1 stands still."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(health.Health, "_beat", lambda self: None)
+            patch.setattr(heartbeat.Health, "_beat", lambda self: None)
         loop = Loop("topk", heartbeat=timedelta(seconds=4))
         deadline = time.monotonic() + 40
         while loop.handle._channel.error is None and time.monotonic() < deadline:

@@ -17,8 +17,10 @@ from typing import Any, cast
 import torch
 
 from gradzip.backward import Backward
-from gradzip.collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Topology
-from gradzip.collectives.buffers import Buffers
+from gradzip.collectives import AllReduce, Exchange, Job, Parts, PipelineChannel
+from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy
@@ -86,7 +88,7 @@ def _sum(slots: list[Any]) -> Parts:
 
 
 class _Channel:
-    """What Backward and Message use of a Channel."""
+    """What Backward and Message use of a PipelineChannel."""
 
     error = None
 
@@ -156,7 +158,7 @@ class ExactWorkers:
     def _run(self, rank: int, ways: dict[str, Any], own: Gradients, learns: bool) -> dict[str, torch.Tensor]:
         plain = {f"{way.codec}/{way.route}" for way in ways.values()} == {"identity/allreduce"}
         ended: list[Outcome] = []
-        channel, memory = cast(Channel, self._channels[rank]), self._memories[rank]
+        channel, memory = cast(PipelineChannel, self._channels[rank]), self._memories[rank]
         backward = Backward(
             self.step, 1.0, ways, plain and not memory.residuals, "", channel, memory,
             lambda done: ended.append(done.totals), books=self._books[rank], learns=learns,

@@ -15,7 +15,7 @@ import torch
 import gradzip
 from gradzip.codecs import Context, parse
 from gradzip.codecs.gcomp import GComp, paper_levels
-from gradzip.collectives import flatten
+from gradzip.exchange.flattening import flatten
 from gradzip.policy import small
 
 from .stacked import StackedWorkers

@@ -28,9 +28,9 @@ from gradzip.codecs.quantized import Sign
 from gradzip.codecs.random import key_of
 from gradzip.codecs.selection import block, magnitudes, sample
 from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
-from gradzip.collectives import Topology
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
+from gradzip.exchange.topology import Topology
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy, small
 

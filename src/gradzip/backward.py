@@ -21,13 +21,14 @@ import torch.distributed as dist
 from . import checks
 from .codecs import Context
 from .codecs.baseline import Identity
-from .collectives import Channel, Elsewhere, Job, Message, Outcome, average_plainly, submit
-from .collectives.finite import all_finite
-from .collectives.gloo import Broken
+from .collectives import Elsewhere, Job, Message, PipelineChannel, average_plainly, submit
 from .collectives.message import no_steps
 from .collectives.pipeline import Agreement
 from .exchange import coding
+from .exchange.finiteness import all_finite
+from .exchange.gloo import Broken
 from .exchange.on_host import runner_of
+from .exchange.outcome import Outcome
 from .feedback import Memory
 from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future, shares_book
 from .refresh import SharedBook
@@ -77,7 +78,7 @@ class Backward:
     ways: dict[str, Way]  # by parameter name
     plain: bool  # nothing is compressed: as DDP does it by itself
     words: str  # the policy, for the agreement between ranks
-    channel: Channel
+    channel: PipelineChannel
     memory: Memory
     on_end: Callable[[Backward], None]
     check: bool = False  # compare the results of all ranks at the end
@@ -498,7 +499,7 @@ class Backward:
             ticket.give()
 
 
-def is_alone(channel: Channel) -> bool:
+def is_alone(channel: PipelineChannel) -> bool:
     """The mean over one rank is what it has: nothing is coded, lost or sent."""
     return channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
 

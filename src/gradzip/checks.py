@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
-from .collectives import AllReduce, Channel, Exchange, Job, Outcome, Parts, Steps, single
+from .collectives import AllReduce, Exchange, Job, Parts, PipelineChannel, Steps, single
 from .engines.layout import Floor
 from .errors import PeerError
+from .exchange.outcome import Outcome
 from .sensitivity.shape import SecondMoments
 
 _SAMPLED = 1024  # values of each tensor that are looked at in a step, others in the next
@@ -30,7 +31,7 @@ class Comparison:
         floors: Mapping[str, Floor | torch.Tensor],
         joined: bool,
         step: int,
-        channel: Channel,
+        channel: PipelineChannel,
         warn: Callable[[str], None],
     ) -> None:
         self._known = threading.Event()
@@ -50,7 +51,7 @@ class Comparison:
         self._known.wait()
         return self._joined
 
-    def _compare(self, step: int, ready: torch.cuda.Event | None, channel: Channel) -> Steps:
+    def _compare(self, step: int, ready: torch.cuda.Event | None, channel: PipelineChannel) -> Steps:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         sums = torch.cat([torch.tensor([int(self._own)]), self._sums(step)])
@@ -88,7 +89,7 @@ class ShapeComparison(Comparison):
     _instead = "the codec noise rounds all values of a tensor to the same grid"
 
     def __init__(
-        self, shapes: SecondMoments, joined: bool, step: int, channel: Channel, warn: Callable[[str], None]
+        self, shapes: SecondMoments, joined: bool, step: int, channel: PipelineChannel, warn: Callable[[str], None]
     ) -> None:
         self._shapes = shapes
         super().__init__({}, joined, step, channel, warn)
@@ -107,7 +108,7 @@ def compare_results(
     results: Sequence[tuple[str, torch.Tensor]],
     step: int,
     ready: threading.Event,
-    channel: Channel,
+    channel: PipelineChannel,
     done: Callable[[Outcome], None],
 ) -> None:
     """Compares averaged gradients over all ranks, once they are `ready`: all must have the same bits."""
@@ -131,7 +132,7 @@ def compare_results(
     single(f"a comparison of {len(results)} results at step {step}", run, channel, done)
 
 
-def _differences(sums: torch.Tensor, names: Sequence[str], channel: Channel) -> _Found:
+def _differences(sums: torch.Tensor, names: Sequence[str], channel: PipelineChannel) -> _Found:
     """The ranks and names whose numbers differ from this rank's."""
     group = channel.groups["flat"]
     data = sums.view(torch.uint8)

@@ -15,12 +15,12 @@ import torch
 
 from .codecs import Codec, Context
 from .codecs.gcomp import GComp
-from .collectives import flatten
 from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
 from .engines.noise_layout import Shapes
 from .exchange.codecs import stream_codec
 from .exchange.coding import MessageCodec
+from .exchange.flattening import flatten
 from .exchange.on_host import HostMessage
 from .exchange.on_stream import StreamMessage
 from .sensitivity.shape import SecondMoments

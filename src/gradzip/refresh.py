@@ -15,8 +15,9 @@ import torch
 from . import saved
 from .codecs import books
 from .codecs.books import Book
-from .collectives import Channel, Exchange, Job, Outcome, Steps, single
+from .collectives import Exchange, Job, PipelineChannel, Steps, single
 from .errors import Corrupt, PeerError, Unsupported
+from .exchange.outcome import Outcome
 
 DELAY = 2  # steps from the count of exponents to the book made of it
 
@@ -47,7 +48,7 @@ class SharedBook:
         counted: Callable[[], torch.Tensor],
         step: int,
         limit: int,
-        channel: Channel,
+        channel: PipelineChannel,
         done: Callable[[Outcome], None],
     ) -> None:
         """Adds up the counts of all ranks; `counted` waits for this rank's own."""

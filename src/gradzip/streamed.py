@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from .collectives import Channel, Outcome
+from .collectives import PipelineChannel
 from .exchange.on_stream import StreamRunner
+from .exchange.outcome import Outcome
 from .gradients import Bucket, Future, Named, Way
 
 
@@ -22,7 +23,7 @@ class StreamedBackward:
     def __init__(
         self,
         ways: Mapping[str, Way],
-        channel: Channel,
+        channel: PipelineChannel,
         runner: StreamRunner,
         on_end: Callable[[StreamedBackward], None],
     ) -> None:

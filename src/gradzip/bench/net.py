@@ -26,12 +26,13 @@ from ..checks import bit_sum
 from ..codecs import Codec, Context, parse
 from ..codecs.baseline import Cast
 from ..codecs.gcomp import GComp
-from ..collectives import Channel, Message, Outcome, open_channel, route_of, submit
+from ..collectives import Message, PipelineChannel, open_channel, route_of, submit
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
 from ..exchange import coding
 from ..exchange.codecs import message_codec
 from ..exchange.on_host import HostMessage, runner_of
+from ..exchange.outcome import Outcome
 from ..feedback import Memory
 from ..option import Option
 from ..routes import NAMED, Route
@@ -132,7 +133,7 @@ class Bench:
 
         return [_Way(NATIVE[0], "native", fp32), _Way(NATIVE[1], "native", bf16, Cast())]
 
-    def _way(self, option: Option, channel: Channel) -> _Way:
+    def _way(self, option: Option, channel: PipelineChannel) -> _Way:
         codec = parse(option.codec)
         route = route_of(codec, option.route, channel.topology.default_route)
         place = option.device or ("gpu" if self.own.device.type == "cuda" else "cpu")
@@ -170,7 +171,7 @@ class Bench:
         return way
 
     def _whole(
-        self, codec: Codec, route: str, channel: Channel, memory: Memory, floor: Floor | torch.Tensor | None
+        self, codec: Codec, route: str, channel: PipelineChannel, memory: Memory, floor: Floor | torch.Tensor | None
     ) -> _Start | None:
         """How to send the gradient by a codec of whole messages; None: it is not one."""
         messages = message_codec(codec)

@@ -1,64 +1,33 @@
-"""A process's way to the others: connections, heartbeat and pipeline. Handles of the same ranks share one.
-
-Whatever fails, fails for good and on all ranks: DDP could not go on after a broken backward anyway. The rank that
-fails leaves word in the store, closes its connections, and everybody else raises a PeerError that says who and why.
-"""
+"""A channel with what the jobs of this package need: their pipeline, and a carrier between GPUs if it is asked for."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import json
-import os
-import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
-from .. import wire
-from ..errors import PeerError, Unsupported
+from ..errors import PeerError
+from ..exchange import channel as connections
+from ..exchange.gloo import Broken
+from ..exchange.topology import Topology
 from . import nccl, transports
-from .buffers import Buffers
 from .carrier import LEAST, Carrier, Communicator
-from .gloo import SENDERS, Broken, Gloo
-from .health import Health
-from .pipeline import ROW_VERSION, Agreement, Pipeline, Probe
-from .topology import Topology
+from .pipeline import ROW_VERSION, Agreement, Pipeline
 from .transports import GLOO, NCCL
-from .watch import Watch
 
-HEARTBEAT = timedelta(seconds=30)
-TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
-_AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
-_GRACE = 0.6  # seconds of these that threads have to end by themselves
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
-_TO_HEAR = 1.0  # seconds that others have to read that, where the store may end with this process
-
-_lock = threading.Lock()
-_channels: dict[tuple[object, ...], Channel] = {}
-_serials: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # channels made so far, by group
-_open: set[Channel] = set()  # with threads that may run
-_inherited: list[Channel] = []  # the parent's, in a forked child: its threads are not here, its sockets are shared
-_probe: Probe | None = None  # for tests: sees every stage of every job
 _make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nccl.Communicator  # tests have another
 _least = LEAST
 
 
-class Worker(Protocol):
-    def stop(self, patience: float) -> bool:
-        """Ends the threads; False if one is still busy after that many seconds."""
-        ...
-
-
-class Channel:
+class PipelineChannel(connections.Channel):
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -69,70 +38,28 @@ class Channel:
         transport: str = GLOO,
     ) -> None:
         self.transport = transport
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.topology, self.groups, self.device = topology, topology.groups(), device
-        self.users = 0
-        self.workers: list[Worker] = []  # threads of others that use these connections, and end with them
-        self.on_failure: list[Callable[[BaseException], None]] = []  # who else ends when the exchange fails
-        self._heartbeat = heartbeat.total_seconds()
-        self.error: BaseException | None = None
-        self._timeout = timeout.total_seconds()
-        self._compared = itertools.count()
-        self._failing = threading.Lock()
-        self._told = threading.Event()  # the others have had time to hear of the error
-        self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
-        name = f"gradzip/{group.group_name}/{next(_serials[group.group_name])}"
-        store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]
-        self._meet(store, "hello", timeout)
-        try:
-            senders = SENDERS if device.type == "cuda" else 0
-            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
-        except RuntimeError as cause:
-            raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
-        if device.type == "cuda":
-            self.gloo.shorten_queues()
-        self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
-        self.buffers = Buffers(pinned=device.type == "cuda")
-        self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
-        self.watch = Watch(lambda number: self.pipeline.describe(number), _probe)
+        super().__init__(group, device, topology, timeout, heartbeat)
+        self._message_timeout = timeout
         self.carrier: Carrier | None = None
         self.pipeline = Pipeline(
             self.gloo, self.groups, self.buffers, self.explained, self._disagreement, device, self.watch.saw
         )
-        _open.add(self)
-        self.health.start()
-        if transport == NCCL and self.world > 1:
-            made = self._communicator(store, timeout)
-            self.pipeline.carrier = self.carrier = Carrier(self.gloo, made, timeout, self._failed_alone, _least)
+        self.workers.append(self.pipeline)
 
-    def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
-        """Waits until all ranks are there. They must speak the same format and see the same hosts."""
-        own = json.dumps(
-            {
-                "frames": wire.VERSION,
-                "rows": ROW_VERSION,
-                "hosts": self.topology.hosts,
-                "transport": self.transport,
-                "device": self.device.type,  # messages are cut up otherwise on GPUs
-            }
-        )
-        store.set(f"{where}/{self.rank}", own)
-        for rank in range(self.world):
-            began = time.monotonic()
-            try:
-                store.wait([f"{where}/{rank}"], timeout)
-            except Exception as cause:
-                late = time.monotonic() - began > 0.9 * timeout.total_seconds()
-                why = f"within {timeout}" if late else "as the store that all ranks meet at is gone, or rank 0 with it"
-                raise PeerError(f"rank {rank} did not attach {why}: {cause}") from cause
-            theirs = store.get(f"{where}/{rank}").decode()
-            if theirs != own:
-                raise PeerError(
-                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher, "
-                    "transport and kind of device"
-                )
+    def start(self) -> None:
+        super().start()
+        if self.transport == NCCL and self.world > 1:
+            made = self._communicator(self._message_timeout)
+            self.carrier = Carrier(self.gloo, made, self._message_timeout, self._failed_alone, _least)
+            self.pipeline.carrier = self.carrier
 
-    def _communicator(self, store: Store, timeout: timedelta) -> Communicator:
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {"rows": ROW_VERSION, "transport": self.transport}
+
+    def describe(self, number: int) -> str:
+        return self.pipeline.describe(number)
+
+    def _communicator(self, timeout: timedelta) -> Communicator:
         """NCCL's waits cannot be ended from outside before there is a communicator: so a thread makes it."""
         made: list[Communicator | BaseException] = []
         lock, given_up = threading.Lock(), False
@@ -140,7 +67,7 @@ class Channel:
         def make() -> None:
             result: Communicator | BaseException
             try:
-                result = _make_communicator(store, self.rank, self.world, self.device)
+                result = _make_communicator(self._store, self.rank, self.world, self.device)
             except BaseException as error:
                 result = error
             with lock:
@@ -169,100 +96,19 @@ class Channel:
         """Whether a chunk of so many bytes goes from GPU to GPU, where its route allows that."""
         return self.carrier is not None and size >= self.carrier.least
 
-    # -- failures -----------------------------------------------------------------------------------------------
-
-    def fail(self, error: BaseException, about: int | None = None) -> BaseException:
-        """Ends the channel on all ranks, telling them why; returns the first error."""
-        with self._failing:
-            first, self.error = self.error, self.error or error
-        if first is not None:
-            self.wait_told()
-            return first
-        _forget(self)
-        text = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-        # What several ranks know is nobody's fault in particular.
-        shared = isinstance(error, PeerError)
-        self.health.report(text, about=-1 if shared and about is None else about)
-        self._end(error)
-        return error
-
-    def _lost(self, error: PeerError) -> None:
-        """The heart's bad news: others know it as well."""
-        with self._failing:
-            if self.error is not None:
-                return
-            self.error = error
-        _forget(self)
-        self._end(error)
-
     def _failed_alone(self, error: BaseException) -> None:
         """An error that no job has met."""
         self.pipeline.fail(self.explained(error))
 
     def abort(self) -> None:
-        """Ends all waits, here and soon on all ranks."""
-        self.gloo.abort()
+        super().abort()
         if self.carrier is not None:
             self.carrier.abort()
 
-    def _end(self, error: BaseException) -> None:
-        for end in self.on_failure:
-            end(error)
-        self.abort()
-        if self._may_hold_store:
-            self.health.all_know(_TO_HEAR)
-        self._told.set()
-        self.pipeline.fail(error)
-        self.gloo.close()
-        self.health.stop()
-
-    def wait_told(self) -> None:
-        """Before an error is raised: this process may end then, and with it the store that says why."""
-        if self.error is not None:
-            self._told.wait(_LAST_WORDS + 2 * _TO_HEAR)
-
-    def explained(self, error: BaseException) -> BaseException:
-        """What is to be raised for an error that a job met.
-
-        A rank that fails closes its connections as soon as it has left word: others may see that first.
-        """
-        if not isinstance(error, Broken):
-            return self.fail(error)
-        # A wait that times out ends all others of the same connection, which may be seen first.
-        timed_out = "imed out" in str(error) or "timeout caused pair closure" in str(error)
-        rank, known = error.rank, self.error
-        for patience in (_LAST_WORDS, 0.0):  # who is seen to be gone only then may have left word meanwhile
-            if known is None and rank is None and not timed_out:
-                rank = self.gloo.first_lost()
-            known = known or self.health.cause(patience)
-        if self.error is not None:
-            self.wait_told()
-            return self.error
-        if isinstance(known, PeerError):
-            self._lost(known)
-            return self.error or known
-        who = f"rank {rank}" if rank is not None else "a peer"
-        if timed_out:
-            text = (
-                f"{who} is alive but did not answer in time, see attach(timeout=), or init_process_group(timeout=) "
-                f"where nothing is compressed: {_plain(error)}"
-            )
-        elif rank is not None and (still := self.health.stood_still()) is not None:
-            rank = self.rank
-            text = (
-                f"rank {rank} stood still for {still:.0f} s, and the other ranks gave it up after a "
-                f"heartbeat of {self._heartbeat:.0f} s: it was stopped, or its host was suspended. "
-                "See attach(heartbeat=)"
-            )
-        elif rank is not None:
-            text = (
-                f"{who} closed its connections without a word: it was killed, crashed or ended early "
-                f"({_plain(error)}). A rank ends early if it has fewer batches than others, or if it alone uses "
-                "no_sync()"
-            )
-        else:
-            text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
-        return self.fail(PeerError(text), about=rank)
+    def abort_at_exit(self) -> None:
+        super().abort_at_exit()
+        if self.carrier is not None and not self.carrier.idle:
+            self.carrier.abort()
 
     def _disagreement(self, agreement: Agreement) -> PeerError:
         ranks = list(range(self.world))
@@ -273,54 +119,6 @@ class Channel:
             "Use the same policy, model, optimizer settings and gradzip on all ranks"
         )
 
-    def compare(self, text: str, wait: bool) -> None:
-        """Tells the others what this rank is going to do; `wait`: raises on all ranks unless theirs is the same.
-
-        To be called on all ranks at the same point, by some of them without waiting.
-        """
-        number, ranks = next(self._compared), list(range(self.world)) if wait else [self.rank]
-        texts = self.health.exchange_texts(f"policy/{number}", text, ranks, self._timeout)
-        if wait and self.error is not None:
-            raise self.error
-        other = next((rank for rank, theirs in zip(ranks, texts) if theirs != text), None)
-        if other is not None:
-            error = PeerError(
-                f"ranks disagree. Rank {self.rank}: {text}. Rank {other}: {texts[other]}. "
-                "Use the same policy, model and gradzip on all ranks"
-            )
-            raise self.fail(error)
-
-    # -- users --------------------------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """One user less; the last one closes the door."""
-        if self in _inherited:
-            return
-        with _lock:
-            self.users -= 1
-            last = self.users == 0
-        if last:
-            self.close()
-
-    def close(self, patience: float = 2.0) -> None:
-        if self in _inherited:
-            return
-        _forget(self)
-        self.health.stop(patience)
-        ended = self.pipeline.stop(patience)
-        for worker in self.workers:
-            ended &= worker.stop(patience)
-        if self.carrier is not None:
-            ended &= self.carrier.close(patience)
-        if ended:
-            _open.discard(self)
-        self.gloo.close()
-
-
-def _plain(error: Broken) -> str:
-    """Gloo's words, without the place in its source and the advice."""
-    return re.sub(r"^\[.*?\] |\. This is typically.*", "", str(error), flags=re.DOTALL)
-
 
 def open_channel(
     group: dist.ProcessGroup,
@@ -329,50 +127,7 @@ def open_channel(
     timeout: timedelta | None = None,
     heartbeat: timedelta | None = None,
     transport: str | None = None,
-) -> Channel:
+) -> PipelineChannel:
     """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point."""
     transport = transports.choose(transport, group, device)
-    timeout, heartbeat = timeout or TIMEOUT, heartbeat or HEARTBEAT
-    if heartbeat < timedelta(seconds=1):
-        raise Unsupported(f"heartbeat={heartbeat}: hearts beat a few times a second; give them a second at least")
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
-    key = (group.group_name, str(device), topology, timeout, heartbeat, transport)
-    with _lock:
-        if key not in _channels or _channels[key].error is not None:
-            _channels[key] = Channel(group, device, topology, timeout, heartbeat, transport)
-        channel = _channels[key]
-        channel.users += 1
-        return channel
-
-
-def _forget(channel: Channel) -> None:
-    """So that whoever attaches next gets a new one. No lock: a failure must not wait for an attach."""
-    for key in [key for key, known in list(_channels.items()) if known is channel]:
-        _channels.pop(key, None)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads that are inside torch when Python shuts down take the process down: none may be left."""
-    for channel in list(_open):
-        channel.gloo.abort()
-        if channel.carrier is not None and not channel.carrier.idle:
-            channel.carrier.abort()
-        channel.health.stop(_GRACE)
-        channel.health.abort()
-        channel.close(_AT_EXIT)
-
-
-def _disown() -> None:
-    """A forked child leaves the parent's channels alone: shutting down a socket would end the parent's connection."""
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held it
-    for channel in _open:
-        channel.gloo.disown()
-    _inherited.extend(_open)
-    _open.clear()
-    _channels.clear()
-
-
-os.register_at_fork(after_in_child=_disown)
+    return connections.open_kind(PipelineChannel, group, device, mesh, timeout, heartbeat, transport)

@@ -20,11 +20,11 @@ from ..codecs import Codec, Context, books
 from ..codecs.base import Sparse, wide
 from ..codecs.gcomp import GComp, is_reach
 from ..errors import CodecError, Corrupt, PeerError
+from ..exchange.buffers import Buffers
+from ..exchange.finiteness import all_finite
+from ..exchange.flattening import flatten, unflatten
 from ..feedback import Memory
 from .blobs import HEAD_ROOM, Blob, Writer, content_of, places, values_of
-from .buffers import Buffers
-from .finite import all_finite
-from .flat import flatten, unflatten
 from .layout import Layout, Piece
 from .sent import Sent, take_out
 from .terms import How

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
-from .channel import Channel
-from .gloo import Broken
-from .message import Outcome
+from ..exchange.gloo import Broken
+from ..exchange.outcome import Outcome
+from .channel import PipelineChannel
 from .pipeline import Agreement, Job
 from .terms import Steps
 
@@ -32,7 +32,7 @@ class Elsewhere:
     """One step of it. `failed` is called if ranks disagree or one has failed."""
 
     def __init__(
-        self, what: str, group: dist.ProcessGroup, channel: Channel, failed: Callable[[BaseException], None]
+        self, what: str, group: dist.ProcessGroup, channel: PipelineChannel, failed: Callable[[BaseException], None]
     ) -> None:
         def ended(job: Job, error: BaseException | None) -> None:
             if error is not None:

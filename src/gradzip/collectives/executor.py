@@ -16,12 +16,13 @@ from collections.abc import Generator, Mapping, Sequence
 import torch
 
 from ..codecs.base import wide
+from ..exchange.topology import Members
 from ..routes import Route, Step
 from ..spans import span
 from .blobs import HEAD_ROOM, Blob, on_device, pack, unpack, unpack_each
 from .held import Coded, Held, Split, as_bytes, coded_of, describe, present, understand
 from .layout import Layout, deal, joined, numel, subviews, views
-from .terms import Coder, Exchange, How, Members, Parts, Steps
+from .terms import Coder, Exchange, How, Parts, Steps
 
 _SOME_WAIT = ("red", "gat", "bc")  # steps at which some ranks have nothing to do, and may skip others with it
 EXCHANGES_PER_STEP = 256  # at the most: those of a ring

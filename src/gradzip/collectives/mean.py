@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from ..exchange.topology import Members
 from .held import present
 from .layout import parts
-from .terms import Exchange, Members, Steps
+from .terms import Exchange, Steps
 
 WHERE = "flat"
 

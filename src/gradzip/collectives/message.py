@@ -22,14 +22,15 @@ from ..codecs import Codec, Context
 from ..codecs.base import wide
 from ..codecs.baseline import Cast, Identity
 from ..errors import Unsupported, nearest
+from ..exchange.finiteness import all_finite
+from ..exchange.flattening import flatten, unflatten
+from ..exchange.outcome import Outcome
 from ..feedback import Memory
 from ..routes import NAMED, Route
 from .blobs import Blob
-from .channel import Channel
+from .channel import PipelineChannel
 from .coder import TensorCoder, cuttable
 from .executor import Executor
-from .finite import all_finite
-from .flat import flatten, unflatten
 from .layout import PART, PART_ON_GPU, Layout, Piece, chunks, joined, numel
 from .mean import WHERE, averaging
 from .pipeline import Agreement, Job
@@ -90,38 +91,6 @@ def _digest(names: tuple[str, ...], shapes: tuple[torch.Size, ...], dtype: torch
     return hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
 
 
-@dataclass
-class Outcome:
-    """What came of a message, on this rank."""
-
-    finite: bool = True  # the gradients of all ranks were
-    error: BaseException | None = None
-    bytes_sent: int = 0
-    bytes_out: int = 0  # of these, to other hosts
-    collectives: int = 0  # that a textbook would count
-    coding: float = 0.0  # seconds
-    waiting: float = 0.0
-    values: int = 0  # that went through codecs of whole messages
-    noise: float = 0.0  # the sum of squares of what rounding at random added to the means, as far as it is expected
-    squares: float = 0.0  # of these means, their sum of squares
-    allowed: float = 0.0  # how large `noise` may be, on average over steps
-    coarser: int = 0  # frames that did not fit their slots at first
-
-    def add(self, other: Outcome) -> None:
-        self.finite &= other.finite
-        self.error = self.error or other.error
-        self.bytes_sent += other.bytes_sent
-        self.bytes_out += other.bytes_out
-        self.collectives += other.collectives
-        self.coding += other.coding
-        self.waiting += other.waiting
-        self.values += other.values
-        self.noise += other.noise
-        self.squares += other.squares
-        self.allowed += other.allowed
-        self.coarser += other.coarser
-
-
 def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall") -> str:
     """The route that a codec takes; Unsupported if the wanted one does not exist or does not fit.
 
@@ -155,7 +124,7 @@ def _usual(codec: Codec, default: str) -> str:
     return default if cuttable(codec) else "allgather"
 
 
-def submit(message: Message, channel: Channel, done: Callable[[Outcome], None]) -> None:
+def submit(message: Message, channel: PipelineChannel, done: Callable[[Outcome], None]) -> None:
     """Sends a message on its way; `done` is called once, on one of the channel's threads."""
     jobs = list(jobs_of(message, channel))
     gathering = _Gathering(len(jobs), done)
@@ -189,7 +158,7 @@ def _unset(job: Job, error: BaseException | None) -> None:
     raise AssertionError("a job without an end")
 
 
-def jobs_of(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+def jobs_of(message: Message, channel: PipelineChannel) -> list[tuple[Job, Outcome]]:
     """What a message becomes, chunk by chunk; nothing runs yet."""
     what = message.describe()
     if message.route == FACTORS:
@@ -201,7 +170,7 @@ def jobs_of(message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
     return _chunk_jobs(what, message, channel)
 
 
-def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job, Outcome]]:
+def _chunk_jobs(what: str, message: Message, channel: PipelineChannel) -> list[tuple[Job, Outcome]]:
     route = Route.parse(message.route)
     channel.topology.check(route)
     coder = TensorCoder(
@@ -243,14 +212,14 @@ def _chunk_jobs(what: str, message: Message, channel: Channel) -> list[tuple[Job
     return jobs
 
 
-def _is_cut(message: Message, route: Route, channel: Channel) -> bool:
+def _is_cut(message: Message, route: Route, channel: PipelineChannel) -> bool:
     if isinstance(message.codec, Cast) and not route.compresses:
         size = sum(t.numel() for t in message.tensors) * message.codec.dtype.itemsize
         return not channel.carries(size)  # NCCL cuts up its sums by itself
     return cuttable(message.codec) or not route.compresses
 
 
-def _crossing(channel: Channel) -> list[object] | None:
+def _crossing(channel: PipelineChannel) -> list[object] | None:
     return [] if channel.device.type == "cuda" else None
 
 
@@ -263,10 +232,10 @@ def _nobody() -> None:
     """Nobody has to be told."""
 
 
-_Way = Callable[[Message, Channel, Job, Outcome], Steps]
+_Way = Callable[[Message, PipelineChannel, Job, Outcome], Steps]
 
 
-def _one_job(what: str, message: Message, channel: Channel, way: _Way) -> tuple[Job, Outcome]:
+def _one_job(what: str, message: Message, channel: PipelineChannel, way: _Way) -> tuple[Job, Outcome]:
     job, outcome = Job(Agreement(what), no_steps(), _unset, crossing=_crossing(channel)), Outcome()
     job.steps = way(message, channel, job, outcome)
     return job, outcome
@@ -282,7 +251,7 @@ def _sum16(codec: Cast, layout: Layout, coder: TensorCoder, world: int) -> Steps
     coder.store(layout, total)
 
 
-def _addends(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+def _addends(message: Message, channel: PipelineChannel, job: Job, outcome: Outcome) -> Steps:
     """The numbers inside summable frames are averaged, then decoded once."""
     _wait_for(message.ready)
     frames = _encoded(message)
@@ -323,7 +292,7 @@ def _is_small(message: Message) -> bool:
     return sum(t.numel() for t in message.tensors) <= PART
 
 
-def _values(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+def _values(message: Message, channel: PipelineChannel, job: Job, outcome: Outcome) -> Steps:
     """Biases, norms and the like, as one: a hundred of them cost the host as much as one."""
     _wait_for(message.ready)
     names, tensors = [ctx.name for ctx in message.contexts], message.tensors
@@ -340,7 +309,7 @@ def _values(message: Message, channel: Channel, job: Job, outcome: Outcome) -> S
     outcome.finite, outcome.collectives = all_finite([flat]), 1
 
 
-def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> Steps:
+def _factors(message: Message, channel: PipelineChannel, job: Job, outcome: Outcome) -> Steps:
     """The codec calls for averages and waits for them; other messages go on in other stages."""
     _wait_for(message.ready)
     assert message.prepared is not None
@@ -380,7 +349,7 @@ def _factors(message: Message, channel: Channel, job: Job, outcome: Outcome) -> 
 def average_plainly(
     buffer: torch.Tensor,
     what: str,
-    channel: Channel,
+    channel: PipelineChannel,
     done: Callable[[Outcome], None],
     ready: torch.cuda.Event | None = None,
 ) -> None:
@@ -397,7 +366,9 @@ def average_plainly(
     single(what, run, channel, done)
 
 
-def single(what: str, run: Callable[[Job, Outcome], Steps], channel: Channel, done: Callable[[Outcome], None]) -> None:
+def single(
+    what: str, run: Callable[[Job, Outcome], Steps], channel: PipelineChannel, done: Callable[[Outcome], None]
+) -> None:
     """Sends a job of one's own on its way, among the messages."""
     outcome = Outcome()
     job = Job(Agreement(what), no_steps(), _Gathering(1, done).one_done(outcome))

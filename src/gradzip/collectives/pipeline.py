@@ -26,11 +26,13 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
+from ..exchange.buffers import Buffers
+from ..exchange.gloo import Gloo, Pending
+from ..exchange.recording import Probe
+from ..exchange.topology import Members
 from ..spans import span
-from .buffers import Buffers
 from .carrier import Carrier, Parcel
-from .gloo import Gloo, Pending
-from .terms import AllReduce, Exchange, Landing, Members, Parts, Steps
+from .terms import AllReduce, Exchange, Landing, Parts, Steps
 
 ROW_VERSION = 4  # of rows, tags and cuts: ranks that number or cut data otherwise would wait for each other, or end
 STAGES = 6  # exchanges that overlap; a job that needs more does the rest of them in the last stage
@@ -109,9 +111,6 @@ class _Carried:
         for rank, part in self._parcel.received.items():
             self._parts[self._places[rank]] = part
         return self._parts
-
-
-Probe = Callable[[str, int, int], None]  # what (agree, code, coded or start), stage, and number of the agreement or job
 
 
 class Pipeline:
@@ -200,7 +199,8 @@ class Pipeline:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        return ended if self.carrier is None else ended & self.carrier.close(patience)
 
     def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
         """An exchange from inside a job, for codecs that call instead of yielding; it waits."""

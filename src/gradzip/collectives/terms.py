@@ -11,18 +11,6 @@ import torch
 from .blobs import Blob
 from .layout import Layout
 
-
-class Members(NamedTuple):
-    """Some ranks that exchange data, and this one's place among them."""
-
-    rank: int  # this one's number among them
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
 Landing = Callable[[int, torch.Tensor], None]
 
 

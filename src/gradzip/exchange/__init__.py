@@ -11,5 +11,14 @@ on_host       runs a program over Gloo, from and to the memory of the CPU
 on_stream     runs messages of known size on CUDA streams over NCCL, without waiting for the host
 on_device     such a message: its buffers on the GPU, and what codes it there
 slots         sizes of the slots that frames travel in on streams
+topology      which ranks share a host, and the groups that routes speak of
+channel       a process's way to the others: connections, heartbeat, threads that use them
+gloo          bytes from rank to rank, from the host's memory; sockets and senders serve it
+heartbeat     who is alive, and what went wrong
+recording     for how long data was under way, and what happened when
+buffers       memory that is used again
+flattening    tensors as flat ones, in the order in which their values lie in memory
+finiteness    whether gradients are finite
+outcome       what came of a message
 checks        the row of numbers by which the host learns what became of a step on streams
 """

@@ -1,6 +1,6 @@
 """What happens on GPUs when another rank is gone: a rank that waits for NCCL cannot raise an exception by itself.
 
-The heartbeat notices that a rank is gone (collectives/health.py). It logs who it was and aborts the process group, so
+The heartbeat notices that a rank is gone (heartbeat.py). It logs who it was and aborts the process group, so
 that kernels which wait for that rank end. Streams then go on over data that never came: the next call of gradzip raises
 PeerError, and no state is saved. A process that does not call gradzip within 30 seconds, as it is stuck or busy
 elsewhere, ends with EXIT_CODE.

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..collectives.message import Outcome
 from ..engines.cuda import noise as kernels
 from ..engines.cuda.noise_row import ALIKE, OF_FRAMES, OF_RANK, Places, RowCall
 from ..errors import PeerError
 from .on_device import DeviceMessage
+from .outcome import Outcome
 from .program import Program
 from .slots import OWN, SUM, Largest
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from ..collectives.topology import Topology
 from ..routes import Route
 from ..routes import Step as RouteStep
 from .program import (
@@ -36,6 +35,7 @@ from .program import (
     Step,
     Summing,
 )
+from .topology import Topology
 
 
 def compile_route(

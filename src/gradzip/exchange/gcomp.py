@@ -19,10 +19,10 @@ import torch
 from .. import engines, wire
 from ..codecs import Codec, books
 from ..codecs.gcomp import GComp, checked_floor, is_reach
-from ..collectives.flat import unflatten
 from ..engines.layout import Floor, Job
 from ..errors import Corrupt
 from .coding import Coder, Frames, Message, Stretch, Values
+from .flattening import unflatten
 from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
 from .parts import Column, Part, Table
 from .program import Hop

@@ -19,9 +19,9 @@ from .. import wire
 from ..codecs import Codec, Context
 from ..codecs.base import wide
 from ..codecs.sparse import scatter
-from ..collectives.flat import flatten, unflatten
 from ..errors import Corrupt
 from .coding import Coder, Frames, Message, MessageCodec, Values
+from .flattening import flatten, unflatten
 from .parts import Part, Table
 from .program import Hop
 

@@ -22,17 +22,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..collectives.channel import Channel
-from ..collectives.finite import all_finite
-from ..collectives.flat import flatten
-from ..collectives.gloo import Pending
-from ..collectives.message import Outcome
-from ..collectives.topology import Topology
 from ..errors import CodecError, PeerError
 from ..routes import Route
 from ..spans import span
+from .channel import Channel
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
 from .compiler import compile_route, lowered
+from .finiteness import all_finite
+from .flattening import flatten
+from .gloo import Pending
+from .outcome import Outcome
 from .parts import Table
 from .program import (
     VALUES,
@@ -50,6 +49,7 @@ from .program import (
     Recode,
     Step,
 )
+from .topology import Topology
 
 CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
 THREADS = 3
@@ -216,6 +216,13 @@ class HostRunner:
         with self._changed:
             waiting = list(self._under_way)
             self._changed.wait_for(lambda: not any(sent in self._under_way for sent in waiting))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all messages with an error, also those that a thread is stuck in."""
+        with self._changed:
+            waiting = list(self._under_way)
+        for sent in waiting:
+            sent.end(error)
 
     def stop(self, patience: float) -> bool:
         """Ends the threads after what was submitted; False if one is still busy after that many seconds."""

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from .. import saved
-from ..collectives.topology import Topology
 from ..errors import Unsupported
 from ..routes import NAMED
 from ..sensitivity.shape import SecondMoments
@@ -31,6 +30,7 @@ from .compiler import compile_route
 from .on_device import DeviceMessage, StreamCodec
 from .program import Program
 from .slots import LATE, OWN, SUM, Largest, Slots
+from .topology import Topology
 
 OLDEST_TORCH = (2, 8)
 ROUTE = NAMED["alltoall"]

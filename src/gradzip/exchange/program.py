@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..collectives.terms import Members
-from ..collectives.topology import Topology
 from ..routes import Route
 from .parts import Table
+from .topology import Members, Topology
 
 VALUES = "values"  # the buffer with a rank's gradients, where their mean ends up
 Groups = tuple[str, ...]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from .. import collectives
+from ..exchange.flattening import unflatten
 from ..gradients import Bucket, Named
 
 
@@ -52,6 +52,6 @@ class Buckets:
     def _views(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> Named:
         """A gradient lies in memory as its parameter does, but DDP hands it out as if that were row-major."""
         return [
-            (self._names[p], g if p.is_contiguous() else collectives.unflatten(g.view(-1), p))
+            (self._names[p], g if p.is_contiguous() else unflatten(g.view(-1), p))
             for p, g in zip(parameters, gradients)
         ]

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
-from ..collectives import channel, transports
+from ..collectives import transports
 from ..errors import Unsupported, nearest
+from ..exchange import channel
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy

@@ -25,11 +25,13 @@ from ..accordion import Accordion
 from ..backward import Backward, is_alone
 from ..codecs import Codec
 from ..collectives import transports
-from ..collectives.finite import all_finite
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange import on_stream
 from ..exchange.abort import Abort
 from ..exchange.checks import Row
+from ..exchange.finiteness import all_finite
+from ..exchange.outcome import Outcome
+from ..exchange.topology import Topology
 from ..feedback import Memory, Value
 from ..gradients import PLAIN, Future, Late, Way, shares_book
 from ..option import Option
@@ -85,11 +87,7 @@ class Handle:
         self._learns = isinstance(policy, Adaptive)
         group = model.process_group
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        topology = (
-            collectives.Topology.of_ranks(rank, ranks)
-            if mesh is None
-            else collectives.Topology.of_mesh(rank, ranks, mesh)
-        )
+        topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
         self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
@@ -113,8 +111,8 @@ class Handle:
         self._scheme = _Scheme({}, runners.HOST)
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
-        self._totals, self._bytes_raw, self._exposed = collectives.Outcome(), 0, 0.0
-        self._parts: dict[str, collectives.Outcome] = {}
+        self._totals, self._bytes_raw, self._exposed = Outcome(), 0, 0.0
+        self._parts: dict[str, Outcome] = {}
         self._to_warn: list[str] = []  # from the channel's threads; said on the user's
         self._told: set[str] = set()
         self._metrics: list[Metrics] = []
@@ -480,7 +478,7 @@ class Handle:
         with self._lock:
             for kind, part in ended.parts.items():
                 self._totals.add(part)
-                self._parts.setdefault(kind, collectives.Outcome()).add(part)
+                self._parts.setdefault(kind, Outcome()).add(part)
             self._bytes_raw += ended.raw_bytes
             self._steps += 1
             self._steps_here += 1
@@ -576,7 +574,7 @@ class Handle:
                 return
             self._totals.add(ended.totals)
             for kind, part in ended.parts.items():
-                self._parts.setdefault(kind, collectives.Outcome()).add(part)
+                self._parts.setdefault(kind, Outcome()).add(part)
             self._bytes_raw += ended.raw_bytes
             self._exposed += ended.exposed
             self._noise.step(ended.totals, sum(part.bytes_sent for part in ended.parts.values() if part.values))

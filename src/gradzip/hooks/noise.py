@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..collectives import Outcome
+from ..exchange.outcome import Outcome
 
 
 class NoiseShare:

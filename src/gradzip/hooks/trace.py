@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.watch import Watch
+from ..exchange.recording import Watch
 from ..planner import perfetto
 from ..planner.perfetto import Span
 

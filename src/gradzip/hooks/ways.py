@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import sensitivity
 from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
-from ..collectives import Topology, flatten, route_of
+from ..collectives import route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
 from ..exchange.codecs import message_codec
+from ..exchange.flattening import flatten
+from ..exchange.topology import Topology
 from ..feedback import clean_name
 from ..gradients import Way
 from ..option import Option

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..collectives.topology import Topology as Ranks
 from ..exchange.compiler import compile_route
 from ..exchange.program import (
     AllGather,
@@ -36,6 +35,7 @@ from ..exchange.program import (
     ReduceScatter,
 )
 from ..exchange.program import Step as ProgramStep
+from ..exchange.topology import Topology as Ranks
 from ..routes import NAMED, Route
 from .network import Network, Topology
 from .profile import CodecCost, Curve, Line

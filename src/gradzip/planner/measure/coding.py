@@ -25,14 +25,16 @@ from ... import sensitivity, wire
 from ...codecs import Codec, Context, parse
 from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
-from ...collectives import Topology, flatten, message
-from ...collectives.buffers import Buffers
+from ...collectives import message
 from ...collectives.coder import cuttable
 from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
+from ...exchange.buffers import Buffers
 from ...exchange.codecs import fills_frames
+from ...exchange.flattening import flatten
+from ...exchange.topology import Topology
 from ...feedback import Memory, clean_name
 from ...routes import NAMED
 from ..profile import CodecCost, Curve

@@ -16,13 +16,13 @@ import torch
 
 from ...codecs import Codec, Context
 from ...codecs.noise import LEAST, MOST, Noise
-from ...collectives import Topology
 from ...engines import noise_layout
 from ...exchange.codecs import message_codec
 from ...exchange.coding import Coder, Message, MessageCodec, Values
 from ...exchange.compiler import compile_route
 from ...exchange.parts import GRAIN
 from ...exchange.program import AllGather, AllToAll, Communicate, Decode, Encode, Program, Recode
+from ...exchange.topology import Topology
 from ...routes import NAMED
 from ...sensitivity.shape import SecondMoments
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ...codecs import Context, parse
-from ...collectives import Message, Outcome, open_channel, submit
+from ...collectives import Message, open_channel, submit
+from ...exchange.outcome import Outcome
 from ...feedback import Memory
 from .coding import Stand
 from .wire import own_group

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...collectives import Topology
+from ...exchange.topology import Topology
 from ...feedback import clean_name
 from ..profile import Profile, Tensor
 

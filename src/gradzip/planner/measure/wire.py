@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...collectives import Topology
+from ...exchange.topology import Topology
 from ..network import BITS, wire_factor
 from ..profile import Collective, Curve, Link
 

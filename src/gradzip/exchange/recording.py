@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .pipeline import Probe
+Probe = Callable[[str, int, int], None]  # what (agree, code, coded or start), stage, and number
 
 
 class Moment(NamedTuple):

@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Unsupported
 from ..routes import Route
-from .terms import Members
+
+
+class Members(NamedTuple):
+    """Some ranks that exchange data, and this one's place among them."""
+
+    rank: int  # this one's number among them
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
