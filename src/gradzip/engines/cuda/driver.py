@@ -42,6 +42,7 @@ _UNITS = {
     "lowrank_": ("common", "lowrank"),
     "noise_": ("common", "noise", "noise_encode", "noise_decode"),
     "scaled_": ("common", "noise", "scaled"),
+    "pieces_": ("common", "values", "pieces"),
 }
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _RESERVED_SHARED = 1024  # what the system takes of every group's shared memory

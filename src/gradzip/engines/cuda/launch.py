@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...errors import Unsupported
-from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, Floor, Job, blocks_of, segments_of
+from ..layout import BLOCK, FIXED, FLOATS, NEAR, PAPER, SEGMENT, Floor, Job
 from . import driver, wait
 from .workspace import MOST_SMALL, MOST_TENSORS, Prepared, Workspace
 
@@ -31,6 +33,7 @@ SMALL_THREADS = 256
 FIXED_CELLS = 2 * BLOCK  # bytes of shared memory per block of small_decode
 LANE_CELLS = 4 * BLOCK
 SMALL_ROOM = 4096  # and what else it takes, at the most
+SEGMENT_BLOCKS = SEGMENT // BLOCK
 SMALL_GROUPS = 2048  # blocks or groups of them that may be fetched to the L2 cache as a whole
 MOST_PREPARED = 512  # launches that are kept for the next time
 CODE_STRIDE = 260
@@ -40,9 +43,14 @@ TABLE_THREADS = 256
 _ARGS = struct.Struct("<8Q13i3I")
 _LAUNCH, _LAUNCH_AT = struct.Struct("<2I"), 8 * 8 + 13 * 4  # the fields of Args that change with every small launch
 _COUNTS, _COUNTS_AT = struct.Struct("<Q"), 7 * 8  # the field of Args that asks for histograms
-_TENSOR = struct.Struct("<9Q3i3I")
+_TOLD, _TOLD_AT = struct.Struct("<Q"), 5 * 8  # the field of Args with the address of what the host is told
+TENSOR = np.dtype(  # Tensor of common.cuh
+    [(name, "<u8") for name in ("values", "addend", "floors", "second", "body", "lengths", "tables")]
+    + [(name, "<u8") for name in ("numel", "body_bytes")]
+    + [(name, "<i4") for name in ("c0", "c1", "c2", "first_group", "first_segment", "_")]
+)
 _STEP = struct.Struct("<I")
-ARGS_BYTES = _ARGS.size + MOST_TENSORS * _TENSOR.size
+ARGS_BYTES = _ARGS.size + MOST_TENSORS * TENSOR.itemsize
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 _CODINGS = {FIXED: "kFixed", NEAR: "kNear", PAPER: "kPaper"}
 
@@ -148,16 +156,34 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _pack(part: Part, first_group: int, first_segment: int) -> bytes:
+Rows = npt.NDArray[np.void]  # of TENSOR
+
+
+class Batch(NamedTuple):
+    """Tensors that are launched together; `rows` without what follows from the kernel that takes them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    floor: str  # what kind of floor they have
+    adds: bool
+    rows: Rows
+
+
+def as_batch(parts: Sequence[Part]) -> Batch:
+    first = parts[0]
+    rows = np.array([_row(part) for part in parts], TENSOR)
+    return Batch(first.values.device, first.values.dtype, floor_kind(first.floor), first.addend is not None, rows)
+
+
+def _row(part: Part) -> tuple[int, ...]:
     floors, second, c0, c1, c2 = None, None, 0, 0, 0
     if isinstance(part.floor, Floor):
         floors, second, c0, c1, c2 = part.floor.theta, part.floor.second, part.floor.c0, part.floor.c1, part.floor.c2
     elif part.floor is not None:
         floors = part.floor
-    return _TENSOR.pack(
+    return (
         part.values.data_ptr(), _address(part.addend), _address(floors), _address(second), _address(part.body),
-        _address(part.lengths), _address(part.tables), part.values.numel(), part.body_bytes,
-        c0, c1, c2, first_group, first_segment, 0,
+        _address(part.lengths), _address(part.tables), part.values.numel(), part.body_bytes, c0, c1, c2, 0, 0, 0,
     )  # fmt: skip
 
 
@@ -172,7 +198,7 @@ def batches(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
 
 
 @cache
-def _rounding(keep: int, truncate: bool) -> tuple[int, int, int, int]:
+def rounding(keep: int, truncate: bool) -> tuple[int, int, int, int]:
     """cut, up, odd and mask of map_keep: v becomes (v + up + (v >> cut & odd)) & mask."""
     cut = 23 - keep
     if cut == 0:
@@ -266,13 +292,24 @@ def prepare(parts: Sequence[Part], coding: int, job: Job, encodes: bool, key: Ke
     key = key or (coding, job, encodes, *map(_part_identity, parts))
     known = space.prepared.get(key)
     if known is None:
-        most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS // (1 if coding == FIXED else 2)
-        small = sum(blocks_of(part.values.numel()) for part in parts) <= most
-        known = (SmallLaunch if small else Launch)(parts, coding, job, encodes, on, stream, space)
-        if len(space.prepared) >= MOST_PREPARED:
-            space.prepared.clear()
-        space.prepared[key] = known
+        known = make(as_batch(parts), coding, job, encodes, on, stream, space)
+        remember(space, key, known)
     return known
+
+
+def make(
+    batch: Batch, coding: int, job: Job, encodes: bool, on: Launcher, stream: int, space: Workspace
+) -> Launch | SmallLaunch:
+    """A launch of the family that suits as many values."""
+    most = min(SMALL_BLOCKS, MOST_SMALL) if encodes else SMALL_DECODED_BLOCKS // (1 if coding == FIXED else 2)
+    small = int(-(-batch.rows["numel"].astype(np.int64) // BLOCK).sum()) <= most
+    return (SmallLaunch if small else Launch)(batch, coding, job, encodes, on, stream, space)
+
+
+def remember(space: Workspace, key: Key, made: Prepared) -> None:
+    if len(space.prepared) >= MOST_PREPARED:
+        space.prepared.clear()
+    space.prepared[key] = made
 
 
 def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Tensor) -> None:
@@ -280,7 +317,7 @@ def count_symbols(parts: Sequence[Part], coding: int, job: Job, counts: torch.Te
     device = parts[0].values.device
     on = launcher(device)
     stream = on.stream()
-    Launch(parts, coding, job, True, on, stream, workspace(device, stream)).count_symbols(counts)
+    Launch(as_batch(parts), coding, job, True, on, stream, workspace(device, stream)).count_symbols(counts)
 
 
 def identity(
@@ -305,6 +342,26 @@ def _part_identity(part: Part) -> Key:
     return *identity(values, body, floor, lengths), body_bytes, _address(tables), _address(addend)
 
 
+class _Places(NamedTuple):
+    """Where tensors begin among all groups of threads, or blocks, and segments of a launch."""
+
+    first_group: npt.NDArray[np.int64]
+    first_segment: npt.NDArray[np.int64]
+    groups: int
+    segments: int
+
+    def fill(self, arguments: ctypes.Array[ctypes.c_char], rows: Rows) -> None:
+        """Puts tensors into a launch's arguments."""
+        rows["first_group"], rows["first_segment"] = self.first_group, self.first_segment
+        packed = rows.tobytes()
+        ctypes.memmove(ctypes.addressof(arguments) + _ARGS.size, packed, len(packed))
+
+
+def _places(groups: npt.NDArray[np.int64], segments: npt.NDArray[np.int64]) -> _Places:
+    groups_until, segments_until = groups.cumsum(), segments.cumsum()
+    return _Places(groups_until - groups, segments_until - segments, int(groups_until[-1]), int(segments_until[-1]))
+
+
 class Launch:
     """One batch on its way through the kernels."""
 
@@ -312,7 +369,7 @@ class Launch:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        batch: Batch,
         coding: int,
         job: Job,
         encodes: bool,
@@ -320,44 +377,40 @@ class Launch:
         stream: int,
         space: Workspace,
     ) -> None:
-        first = parts[0]
-        dtype = first.values.dtype
-        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(parts)
-        floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
+        _, dtype, kind_of_floor, adds, rows = batch
+        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(rows)
+        floor = "kNoFloor" if coding == FIXED else kind_of_floor
+        blocks = -(-rows["numel"].astype(np.int64) // BLOCK)
+        segments = -(-blocks // SEGMENT_BLOCKS)
         if encodes:
             keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
             self._tables = _plan_kernel(on, dtype, coding, floor, keep is not None)
             kind = on, dtype, coding, floor, keep, job.truncate
             self._main = _encode_kernel(*kind, few=True)
-            if sum(blocks_of(part.values.numel()) for part in parts) > self._main.warps * self._main.resident:
+            if blocks.sum() > self._main.warps * self._main.resident:
                 self._main = _encode_kernel(*kind, few=False)
         else:
             self._tables = "read_segment"
-            self._main = _decode_kernel(on, dtype, coding, floor, first.addend is not None)
+            self._main = _decode_kernel(on, dtype, coding, floor, adds)
         warps = self._main.warps
-        groups = segments = 0  # the encoder's warps take single blocks, the decoder's groups of them
-        packed = []
-        for part in parts:
-            packed.append(_pack(part, groups, segments))
-            numel = part.values.numel()
-            groups += blocks_of(numel) if encodes else -(-blocks_of(numel) // warps)
-            segments += segments_of(numel)
+        # The encoder's warps take single blocks, the decoder's groups of them.
+        self._places = _places(blocks if encodes else -(-blocks // warps), segments)
+        groups, all_segments = self._places.groups, self._places.segments
         self._running = min(-(-groups // warps) if encodes else groups, self._main.resident)
-        self._segments = segments
         slots = 0 if coding == FIXED else self._running * warps * SLOT_BYTES
-        progress = slots + 4 * CODE_STRIDE * segments
+        progress = slots + 4 * CODE_STRIDE * all_segments
         words = progress + 8 * groups
-        memory = self._space.memory(words + 4 * segments)
+        memory = self._space.memory(words + 4 * all_segments)
         ticket, status, told = self._space.addresses
         book = job.book - (job.book >> 31 << 32)  # signed
         head = _ARGS.pack(
             memory + slots, memory + progress, ticket, memory, status, told, memory + words, 0,
-            self._count, groups, segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
-            job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
+            self._count, groups, all_segments, coding, book, job.shift, job.limit, groups <= SMALL_GROUPS,
+            job.keep, *rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
-        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), ARGS_BYTES)
-
-        self._make_tables = on.bind(self._tables, self._arguments, segments, TABLE_THREADS, stream)
+        self._arguments = ctypes.create_string_buffer(head, ARGS_BYTES)
+        self._places.fill(self._arguments, rows)
+        self._make_tables = on.bind(self._tables, self._arguments, all_segments, TABLE_THREADS, stream)
         self._code_blocks = on.bind(self._main.name, self._arguments, self._running, 32 * warps, stream)
 
     def count_symbols(self, counts: torch.Tensor) -> None:
@@ -365,6 +418,11 @@ class Launch:
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, counts.data_ptr())
         self._make_tables()
         _COUNTS.pack_into(self._arguments, _COUNTS_AT, 0)
+
+    def refill(self, rows: Rows, told: int) -> None:
+        """Other tensors of the same sizes, for the next run; `told`: the address of what the host is told of them."""
+        self._places.fill(self._arguments, rows)
+        _TOLD.pack_into(self._arguments, _TOLD_AT, told)
 
     def run(self) -> None:
         """Code tables, then blocks."""
@@ -386,7 +444,7 @@ class SmallLaunch:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        batch: Batch,
         coding: int,
         job: Job,
         encodes: bool,
@@ -394,37 +452,36 @@ class SmallLaunch:
         stream: int,
         space: Workspace,
     ) -> None:
-        first = parts[0]
-        dtype = first.values.dtype
-        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(parts)
-        floor = "kNoFloor" if coding == FIXED else floor_kind(first.floor)
+        _, dtype, kind_of_floor, adds, rows = batch
+        self._on, self._stream, self._space, self._encodes, self._count = on, stream, space, encodes, len(rows)
+        floor = "kNoFloor" if coding == FIXED else kind_of_floor
+        blocks = -(-rows["numel"].astype(np.int64) // BLOCK)
+        segments = -(-blocks // SEGMENT_BLOCKS)
         if encodes:
             keep = job.keep if job.mode == "keep" and dtype == torch.float32 else None
             self._kernel = _small_kernel(on, dtype, coding, floor, keep, job.truncate)
         else:
-            self._kernel = _small_decoder(on, dtype, coding, floor, first.addend is not None)
-        self._describe(parts, coding, job)
-
-    def _describe(self, parts: Sequence[Part], coding: int, job: Job) -> None:
+            self._kernel = _small_decoder(on, dtype, coding, floor, adds)
         together = self._kernel.warps
-        groups = segments = 0
-        packed = []
-        for part in parts:
-            packed.append(_pack(part, groups, segments))
-            groups += -(-blocks_of(part.values.numel()) // together)
-            segments += segments_of(part.values.numel())
-        self._groups = groups
+        self._places = _places(-(-blocks // together), segments)
+        groups = self._groups = self._places.groups
         memory = self._space.memory(groups * together * SLOT_BYTES if coding != FIXED else 0)
         progress, counters = self._space.small_addresses
         _, status, told = self._space.addresses
         book = job.book - (job.book >> 31 << 32)  # signed
         head = _ARGS.pack(
             0, progress, counters + 8 * self._encodes, memory, status, told, 0, 0,
-            self._count, groups, segments, coding, book, job.shift, job.limit, 1,
-            job.keep, *_rounding(job.keep, job.truncate), 0, 0, 0,
+            self._count, groups, self._places.segments, coding, book, job.shift, job.limit, 1,
+            job.keep, *rounding(job.keep, job.truncate), 0, 0, 0,
         )  # fmt: skip
-        self._arguments = ctypes.create_string_buffer(b"".join((head, *packed)), ARGS_BYTES)
+        self._arguments = ctypes.create_string_buffer(head, ARGS_BYTES)
+        self._places.fill(self._arguments, rows)
         self._start = self._on.bind(self._kernel.name, self._arguments, groups, SMALL_THREADS, self._stream)
+
+    def refill(self, rows: Rows, told: int) -> None:
+        """Other tensors of the same sizes, for the next run; `told`: the address of what the host is told of them."""
+        self._places.fill(self._arguments, rows)
+        _TOLD.pack_into(self._arguments, _TOLD_AT, told)
 
     def run(self) -> None:
         space = self._space
@@ -455,7 +512,7 @@ def describe(
     head = _ARGS.pack(
         0, progress, counters + 8, 0, status, told, 0, 0, 1, groups, 0, 0, 0, 0, limit, 1, keep, 0, 0, 0, 0, 0, 0, 0
     )
-    return ctypes.create_string_buffer(head + _pack(part, 0, 0), ARGS_BYTES)
+    return ctypes.create_string_buffer(head + as_batch([part]).rows.tobytes(), ARGS_BYTES)
 
 
 def run_ordered(
