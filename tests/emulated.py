@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +26,15 @@ class Emulator:
     def __init__(self) -> None:
         self.launched: list[str] = []
         self._functions: dict[str, ctypes._CFuncPtr] = {}
+        self._one_at_a_time = threading.Lock()
 
     def bind(
         self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
     ) -> Callable[[], None]:
         def launch() -> None:
             self.launched.append(kernel)
-            self._functions[kernel](arguments, groups, threads)
+            with self._one_at_a_time:  # the emulator's state is the process's
+                self._functions[kernel](arguments, groups, threads)
 
         return launch
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .errors import Corrupt, Truncated, Unsupported
@@ -31,6 +33,7 @@ FLAG_CHECKSUM = 1
 _HEADER = struct.Struct("<2sBBBBHQQ")
 assert _HEADER.size == HEADER_BYTES
 
+Column = npt.NDArray[np.int64]
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 MAX_NUMEL = 1 << 40
@@ -73,6 +76,14 @@ def body_offset(check: bool) -> int:
 def pack_header(codec_id: int, dtype: torch.dtype, numel: int, body_bytes: int, check: bool) -> bytes:
     flags = FLAG_CHECKSUM if check else 0
     return _HEADER.pack(MAGIC, version_of(codec_id), codec_id, dtype_code(dtype), flags, 0, numel, body_bytes)
+
+
+def pack_headers(codec_id: int, dtype: torch.dtype, numels: Column, body_bytes: Column) -> npt.NDArray[np.uint8]:
+    """Headers without checksums, a row for each frame."""
+    one = np.frombuffer(pack_header(codec_id, dtype, 0, 0, False), np.uint8)
+    rows = np.tile(one, (len(numels), 1))
+    rows[:, 8:].view("<i8")[:] = np.stack([numels, body_bytes], 1)
+    return rows
 
 
 def write_header(

@@ -21,6 +21,7 @@ from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
 from ..feedback import Memory
+from . import lanes
 from .parts import Column, Table
 from .program import Hop
 
@@ -88,7 +89,7 @@ class Stretch(Values):
     """Memory for the parts of one owner, at their places in its frame."""
 
     def __init__(self, table: Table, owner: int, kind: torch.dtype) -> None:
-        self._flat = torch.empty(table.length(owner), dtype=kind)
+        self._flat = torch.empty(table.length(owner), dtype=kind, device=lanes.current().device)
         super().__init__([self._flat])
 
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
@@ -153,6 +154,23 @@ class Coder(ABC):
 
         A frame may be followed by bytes of no meaning. `hop` is that of the frames' encode.
         """
+
+    def decode_all(
+        self,
+        table: Table,
+        owners: Sequence[int],
+        frames: Sequence[Frames],
+        own: Values | None,
+        hop: Hop,
+        out: Values,
+        by: int,
+    ) -> None:
+        """`decode` for several owners."""
+        for owner, of_owner in zip(owners, frames):
+            self.decode(table, owner, of_owner, own, hop, out, by)
+
+    def check(self) -> None:  # noqa: B027  # most coders have nothing to say
+        """Raises what was wrong with frames that a device has decoded meanwhile; waits for it."""
 
     def recode(
         self,
@@ -227,10 +245,13 @@ class _RawCoder(Coder):
         sizes = []
         for owner, frame in zip(owners, out):
             size = table.numel(owner) * self._kind(hop).itemsize
-            room = frame[:size].view(self._kind(hop))
+            lane, frame = lanes.current(), frame[:size]
+            there = lane.room(frame)
             parts = values.parts(table, owner)
             if parts:
+                room = there.view(self._kind(hop))
                 torch._foreach_copy_(list(room.split_with_sizes([part.numel() for part in parts])), parts)
+                lane.send_back(there, frame)
             sizes.append(size)
         return sizes
 
@@ -257,7 +278,9 @@ class _RawCoder(Coder):
         if size:
             mean = self._mean(table, owner, frames, own, hop, by)
             rounded = mean if after.wide else mean.to(self.message.dtype)
-            out[:size].view(self._kind(after)).copy_(rounded)
+            there = lanes.current().room(out[:size])
+            there.view(self._kind(after)).copy_(rounded)
+            lanes.current().send_back(there, out[:size])
         return size
 
     def _mean(self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, by: int) -> torch.Tensor:
@@ -271,7 +294,7 @@ class _RawCoder(Coder):
             elif frame.numel() < count * kind.itemsize:
                 raise Corrupt(f"a frame of {frame.numel()} bytes came where {count} x {kind} were expected")
             else:
-                term = frame[: count * kind.itemsize].view(kind)
+                term = lanes.current().there(frame)[: count * kind.itemsize].view(kind)
             total = wide(term) if total is None else total + wide(term)
         assert total is not None
-        return total / by if by > 1 else total
+        return total / lanes.current().divisor(by) if by > 1 else total

@@ -21,6 +21,7 @@ from ..codecs import Codec, books
 from ..codecs.gcomp import GComp, checked_floor, is_reach
 from ..engines.layout import Floor, Job
 from ..errors import Corrupt
+from . import lanes
 from .coding import Coder, Frames, Message, Stretch, Values
 from .flattening import unflatten
 from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
@@ -36,6 +37,10 @@ class GCompMessages(GenericMessages):
         self._gcomp = codec
 
     def coder(self, message: Message) -> Coder:
+        if lanes.current().on_device:
+            from .gcomp_on_device import GCompOnDevice
+
+            return GCompOnDevice(message, self._gcomp)
         return GCompCoder(message, self._gcomp)
 
 
@@ -54,21 +59,29 @@ class GCompCoder(GenericCoder):
         self._jobs: dict[int, Job] = {}  # by shift
 
     def measure(self, values: Values) -> None:
-        self._own, flat, memory = values, list(values.tensors), self.message.memory
-        if self.codec.mode == "near":  # before anything is added: that has bits of its own
+        memory = self.message.memory
+        self._begin(values)
+        if self._engine is None or memory is None or not self._feeds_back:
+            self._measure_part_by_part(values)
+            return
+        memory.forms |= dict.fromkeys(self.message.names, self.codec.error_memory)
+        for name, tensor in zip(self.message.names, values.shaped):
+            memory.compensate(name, tensor, self.message.scale)
+            self._lost.append(memory.room(name, tensor).zero_())  # values that go out uncoded lose nothing
+
+    def _begin(self, values: Values) -> None:
+        """What is asked of the gradients before anything is added to them: that has bits of its own."""
+        self._own, flat = values, list(values.tensors)
+        if self.codec.mode == "near":
             contexts = [self._whole(number) for number in range(len(flat))]
             states = [GenericCoder._state(self, ctx.name) for ctx in contexts]
             self._exact = self.codec.own_exact(flat, contexts, states)
         if self.message.count is not None:
             self.message.count(self._exponents(flat))
         self._engine = self._engine_for(flat)
-        if self._engine is None or memory is None or not self._feeds_back:
-            super().measure(values)
-            return
-        memory.forms |= dict.fromkeys(self.message.names, self.codec.error_memory)
-        for name, tensor in zip(self.message.names, values.shaped):
-            memory.compensate(name, tensor, self.message.scale)
-            self._lost.append(memory.room(name, tensor).zero_())  # values that go out uncoded lose nothing
+
+    def _measure_part_by_part(self, values: Values) -> None:
+        super().measure(values)
 
     def finish(self) -> None:
         memory = self.message.memory
@@ -91,7 +104,7 @@ class GCompCoder(GenericCoder):
             ctx, near = self._whole(number), self.codec.mode == "near"
             floor = ctx.floor if near and x.dtype == torch.float32 and not self._exact[number] else None
             mode = self.codec if floor is not None or not near else self.codec.exact
-            counts += engines.pick(x.device).histogram(x, mode._job(ctx), floor).sum(0)
+            counts += engines.pick(x.device).histogram(x, mode._job(ctx), floor).sum(0).cpu()
         return counts
 
     # -- all parts in one call ----------------------------------------------------------------------------------
@@ -108,15 +121,21 @@ class GCompCoder(GenericCoder):
             checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
             self._floors, self._grids = checked, engine.floor_columns(checked)
         if self.codec.book == "shared":
-            longest = max(x.numel() for x in flat)
-            self._lengths = books.lengths(books.current(self._whole(0)).id, longest)
+            self._lengths = self._shared_lengths(max(x.numel() for x in flat))
         return engine
+
+    def _shared_lengths(self, longest: int) -> torch.Tensor:
+        """Of the shared book, for as many segments as a tensor of that size has."""
+        return books.lengths(books.current(self._whole(0)).id, longest)
 
     def _job(self, hop: Hop) -> Job:
         shift = shift_of(hop, self.message.world)
         if shift not in self._jobs:
             self._jobs[shift] = dataclasses.replace(self.codec._job(self._whole(0)), shift=shift)
         return self._jobs[shift]
+
+    def _exact_job(self, hop: Hop) -> Job:
+        return dataclasses.replace(self._job(hop), mode="lossless")
 
     def _pieces(
         self, engine: ModuleType, values: Values, table: Table, owner: int, hop: Hop, lost: Column | None = None

@@ -20,6 +20,7 @@ from ..codecs import Codec, Context
 from ..codecs.base import wide
 from ..codecs.sparse import scatter
 from ..errors import Corrupt
+from . import lanes
 from .coding import Coder, Frames, Message, MessageCodec, Values
 from .flattening import flatten, unflatten
 from .parts import Part, Table
@@ -94,29 +95,34 @@ class GenericCoder(Coder):
         return [self._encode(table, owner, values, hop, room) for owner, room in zip(owners, out)]
 
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
-        writer = FrameWriter(room, len(table.of_owner(owner)))
+        lane, count = lanes.current(), len(table.of_owner(owner))
+        there = lane.room(room)
+        writer = FrameWriter(there, count)
         for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
             writer.add(self._encode_part(part, x, hop, writer.room)[0].numel())
-        return writer.end()
+        size = writer.end(room)
+        lane.send_back(there[ENTRY * count : size], room[ENTRY * count : size])
+        return size
 
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        parts = table.of_owner(owner)
+        parts, lane = table.of_owner(owner), lanes.current()
         terms = [None if frame is None else frames_in(frame, len(parts)) for frame in frames]
+        there = [None if frame is None else frames_in(frame, len(parts), lane.there(frame)) for frame in frames]
         mine = None if own is None else own.parts(table, owner)
         for number, (part, target) in enumerate(zip(parts, out.parts(table, owner))):
             kind = torch.promote_types(target.dtype, torch.float32)
-            total = target if target.dtype == kind else torch.empty(part.numel, dtype=kind)
-            for place, found in enumerate(terms):
-                if found is not None:
-                    self._decode_part(part, found[number], hop, total, add=place > 0)
+            total = target if target.dtype == kind else torch.empty_like(target, dtype=kind)
+            for place, (found, near) in enumerate(zip(there, terms)):
+                if found is not None and near is not None:
+                    self._decode_part(part, found[number], near[number], hop, total, add=place > 0)
                     continue
                 assert mine is not None
                 term = mine[number] if hop.ring else self._as_decoded(part, mine[number], hop)
                 total.add_(term) if place else total.copy_(term)
             if by > 1:
-                total.div_(by)
+                total.div_(lane.divisor(by))
             if total is not target:
                 target.copy_(total)
 
@@ -150,7 +156,7 @@ class GenericCoder(Coder):
         codec = self._codec_for(part, x, hop)
         if codec.lossless:
             return x
-        room = torch.empty(codec.densest.bound(x.numel(), x.dtype), dtype=torch.uint8)
+        room = torch.empty(codec.densest.bound(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
         frame, context, codec = self._encode_part(part, x, hop, room)
         return self._decoded(codec, frame, context, x)
 
@@ -161,12 +167,16 @@ class GenericCoder(Coder):
         scatter(*context.sent, out, add=False)
         return out
 
-    def _decode_part(self, part: Part, frame: torch.Tensor, hop: Hop, out: torch.Tensor, add: bool) -> None:
-        header = wire.read_header(frame)
+    def _decode_part(
+        self, part: Part, frame: torch.Tensor, near: torch.Tensor, hop: Hop, out: torch.Tensor, add: bool
+    ) -> None:
+        """`near` is the frame in the host's memory."""
+        header = wire.read_header(near)
         if header.numel != part.numel:
             name = self.message.names[part.tensor]
             raise Corrupt(f"{name!r}: the frame holds {header.numel} values instead of {part.numel}")
         codec, context = self.codec.decoder(header.codec_id), self._context(part, hop)
+        context.near = near if near is not frame else None
         if header.dtype == out.dtype:
             codec.decode(frame, context, out, add)
         else:
@@ -224,22 +234,23 @@ class FrameWriter:
         self._out[end : self._at] = 0
         self._sizes.append(size)
 
-    def end(self) -> int:
-        """Bytes written."""
+    def end(self, host: torch.Tensor | None = None) -> int:
+        """Bytes written, with the sizes; they go to the host's memory, where that is another one."""
         table = np.array(self._sizes, "<i8").view(np.uint8)
-        self._out.numpy()[: table.size] = table
+        (self._out if host is None else host).numpy()[: table.size] = table
         return self._at
 
 
-def frames_in(data: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """The frames that an owner's frame holds."""
+def frames_in(data: torch.Tensor, count: int, there: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The frames that an owner's frame holds; those of `there`, if that is where it was brought."""
+    there = data if there is None else there
     at = ENTRY * count
     sizes = data[:at].numpy().view("<i8").tolist() if data.numel() >= at else [-1]
     found = []
     for size in sizes:
         if size < 0 or at + size > data.numel():
             raise Corrupt(f"it does not hold the {count} frames that it should")
-        found.append(data[at : at + size])
+        found.append(there[at : at + size])
         at += size + -size % ENTRY
     if at != data.numel():
         raise Corrupt(f"{data.numel() - at} bytes follow the last frame")

@@ -25,6 +25,7 @@ import torch
 from ..errors import CodecError, PeerError
 from ..routes import Route
 from ..spans import span
+from . import lanes
 from .channel import Channel
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
 from .compiler import compile_route, lowered
@@ -81,7 +82,7 @@ class HostProgram:
         """`route` is what the user calls the program's."""
         self.program, self.codec = program, codec
         self.words = f"{program.codec} by {route or program.route}"
-        self.chunks = [_Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
+        self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
 
 
 class HostMessage:
@@ -112,7 +113,7 @@ class HostMessage:
         return self._program
 
 
-class _Chunk:
+class Chunk:
     """A program of which each stage ends with an exchange, but for the last one."""
 
     def __init__(self, program: Program) -> None:
@@ -126,7 +127,7 @@ class _Chunk:
 
 
 @dataclass(eq=False)
-class _Sent:
+class Sent:
     """A message on its way."""
 
     prepared: HostProgram
@@ -135,6 +136,7 @@ class _Sent:
     begin: Callable[[], None]  # called before the first encode, where it may wait
     agreed: Callable[[], None]  # returns when all ranks have said that they do the same; raises if they do not
     done: Callable[[Outcome], None]
+    enqueued: Callable[[], None]  # called when the means are on the current stream of a device, maybe still to be done
     outcome: Outcome = field(default_factory=Outcome)
     coder: Coder | None = None
     left: int = 0  # chunks
@@ -174,10 +176,10 @@ class HostRunner:
     def __init__(self, channel: Channel) -> None:
         self.agreed: set[str] = set()  # descriptions of messages that ranks have told each other of
         self._channel = channel
-        self._queues: list[SimpleQueue[_Run | None]] = [SimpleQueue() for _ in range(THREADS)]
+        self._queues: list[SimpleQueue[Run | None]] = [SimpleQueue() for _ in range(THREADS)]
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._under_way: dict[_Sent, None] = {}
+        self._under_way: dict[Sent, None] = {}
         self._count = 0
         self._free = threading.Semaphore(IN_FLIGHT)
 
@@ -189,12 +191,15 @@ class HostRunner:
         done: Callable[[Outcome], None],
         begin: Callable[[], None] = lambda: None,
         agreed: Callable[[], None] = lambda: None,
+        ready: lanes.Mark = None,
+        enqueued: Callable[[], None] = lambda: None,
     ) -> None:
         """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads.
 
         `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
-        all ranks send the same.
+        all ranks send the same. Values on a device are there when `ready` is.
         """
+        kind = _run_on(values.tensors[0].device)
 
         def ended(outcome: Outcome) -> None:
             with self._changed:
@@ -202,13 +207,13 @@ class HostRunner:
                 self._changed.notify_all()
             done(outcome)
 
-        sent = _Sent(prepared, values, message, begin, agreed, ended, left=len(prepared.chunks))
+        sent = Sent(prepared, values, message, begin, agreed, ended, enqueued, left=len(prepared.chunks))
         with self._changed:
             self._under_way[sent] = None
             if not self._threads:
                 self._start()
             for chunk in prepared.chunks:
-                self._queues[0].put(_Run(self._channel, sent, chunk, self._count))
+                self._queues[0].put(kind(self._channel, sent, chunk, self._count, ready))
                 self._count += 1
 
     def drain(self) -> None:
@@ -245,20 +250,30 @@ class HostRunner:
             while (run := self._queues[number].get()) is not None:
                 if number == 0:
                     self._free.acquire()  # ranks take chunks in the same order: one of those in flight will end
-                try:
-                    over = run.go_on()
-                    while not over and number == THREADS - 1:
+                with run.lane():
+                    try:
                         over = run.go_on()
-                except BaseException as error:  # buffers are not handed back: data may still arrive there
-                    run.sent.end(self._channel.error or self._channel.explained(error))
-                    self._free.release()
-                    continue
-                if over:
-                    run.close()
-                    run.sent.end()
-                    self._free.release()
-                else:
-                    self._queues[number + 1].put(run)
+                        while not over and number == THREADS - 1:
+                            over = run.go_on()
+                    except BaseException as error:  # buffers are not handed back: data may still arrive there
+                        run.sent.end(self._channel.error or self._channel.explained(error))
+                        self._free.release()
+                        continue
+                    if over:
+                        run.close()
+                        run.sent.end()
+                        self._free.release()
+                    else:
+                        self._queues[number + 1].put(run)
+
+
+def _run_on(device: torch.device) -> type[Run]:
+    """What carries chunks of messages there."""
+    if not lanes.are_needed(device):
+        return Run
+    from .on_lanes import DeviceRun
+
+    return DeviceRun
 
 
 def runner_of(channel: Channel) -> HostRunner:
@@ -271,10 +286,10 @@ def runner_of(channel: Channel) -> HostRunner:
     return runner
 
 
-class _Run:
+class Run:
     """One chunk in one step, on this rank."""
 
-    def __init__(self, channel: Channel, sent: _Sent, chunk: _Chunk, number: int) -> None:
+    def __init__(self, channel: Channel, sent: Sent, chunk: Chunk, number: int, ready: lanes.Mark = None) -> None:
         self.sent, self._channel, self._chunk = sent, channel, chunk
         self._program, self._rank = chunk.program, channel.rank
         self._number, self._stage = number, 0
@@ -284,6 +299,7 @@ class _Run:
         self._taken: list[torch.Tensor] = []
         self._raw = RAW.coder(sent.message)
         self._pending: Pending | None = None
+        self._expected: dict[int, tuple[torch.Tensor, list[int]]] = {}  # what comes from each rank: where, and bounds
         self._land: Callable[[], None] = lambda: None
         names = self._program.names
         self._what = f"{sent.prepared.words} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
@@ -295,7 +311,7 @@ class _Run:
         began = time.perf_counter()
         if self._pending is not None:
             with span("wire", self._what):
-                self._pending.wait()
+                self._wait(self._pending)
             self._land()
             self._pending = None
         arrived = time.perf_counter()
@@ -313,10 +329,21 @@ class _Run:
         over = self._stage == len(self._chunk.stages)
         if over:
             self.sent.agreed()
+            self._end()
         with self.sent.lock:
             self.sent.outcome.waiting += arrived - began
             self.sent.outcome.coding += time.perf_counter() - arrived
         return over
+
+    def lane(self) -> lanes.Lane:
+        """What the thread that goes on with it works on."""
+        return lanes.HOST
+
+    def _wait(self, pending: Pending) -> None:
+        pending.wait()
+
+    def _end(self) -> None:
+        """All is decoded."""
 
     def _run_stage(self) -> bool:
         """Whether data is under way then."""
@@ -372,15 +399,15 @@ class _Run:
         source = self._buffer(step.source)
         table = self._program.table(self._rank, source)
         out = self._plain[VALUES] if target.name == VALUES else self._nothing(target)
-        owners = [self._program.leaf(self._rank, source, step)] if source.leaf else list(range(table.owners))
+        owners = self._owners(step)
         coder, hop = self._coder(source), self._program.hop(source.name)
         own = None if step.own is None else self._plain[step.own]
         by = self._program.world if step.divide else 1
-        for number, owner in enumerate(owners):
-            try:
-                coder.decode(table, owner, self._terms(step, number), own, hop, out, by)
-            except CodecError as error:
-                raise self._blamed(step, table, owner, number, error) from error
+        terms = [self._terms(step, number) for number in range(len(owners))]
+        try:
+            coder.decode_all(table, owners, terms, own, hop, out, by)
+        except CodecError as error:
+            raise self._blamed(step, table, owners, error) from error
         return out
 
     def _recode(self, step: Recode) -> None:
@@ -397,7 +424,7 @@ class _Run:
         try:
             size = self._coder(target).recode(table, owner, self._terms(step, 0), own, hop, by, after, room[HEAD:])
         except CodecError as error:
-            raise self._blamed(step, table, owner, 0, error) from error
+            raise self._blamed(step, table, [owner], error) from error
         self._coded[target.name] = [[Frame(room, size)]]
 
     def _terms(self, step: Decode | Recode, number: int) -> Frames:
@@ -409,15 +436,22 @@ class _Run:
             terms.append(None if place == own and not source.leaf else frames[number].data)
         return [*terms, None] if step.own is not None and source.leaf else terms
 
-    def _blamed(self, step: Decode | Recode, table: Table, owner: int, number: int, error: CodecError) -> PeerError:
+    def _owners(self, step: Decode | Recode) -> list[int]:
+        """Whose parts are decoded."""
+        source = self._buffer(step.source)
+        table = self._program.table(self._rank, source)
+        return [self._program.leaf(self._rank, source, step)] if source.leaf else list(range(table.owners))
+
+    def _blamed(self, step: Decode | Recode, table: Table, owners: Sequence[int], error: CodecError) -> PeerError:
         """What to raise for a frame that cannot be decoded: each is tried by itself, to find out who sent it."""
         coder, hop = self._coder(self._buffer(step.source)), self._program.hop(step.source)
-        for frames in self._coded[step.source]:
-            frame = frames[number]
+        of_owners = zip(owners, zip(*self._coded[step.source]))
+        for owner, frame in ((owner, frame) for owner, frames in of_owners for frame in frames):
             if frame.source < 0:
                 continue
             try:
                 coder.decode(table, owner, [frame.data], None, hop, self._nothing(self._buffer(step.source)), 1)
+                coder.check()
             except CodecError as reason:
                 why = f"{type(reason).__name__}: {reason}"
                 return PeerError(f"rank {frame.source} sent a frame of {self._what} damaged: {why}")
@@ -454,6 +488,7 @@ class _Run:
         buffers = {peer: self._take(sum(HEAD + _aligned(bound) for bound in bounds)) for peer, bounds in into.items()}
         receives = [(members.ranks[peer], buffers[peer]) for peer in reversed(others) if peer in into]
         sends = [(members.ranks[peer], self._packed(out[peer])) for peer in others if peer in out]
+        self._expected = {members.ranks[peer]: (buffers[peer], into[peer]) for peer in into}
         self._count(sends)
         self._pending = self._channel.gloo.send(sends, receives, self._tag())
 
@@ -546,7 +581,8 @@ class _Run:
         return buffer[:size]
 
     def _nothing(self, buffer: Buffer) -> Values:
-        return Values([torch.empty(size, dtype=self._kind(buffer)) for size in self._program.sizes])
+        kind, device = self._kind(buffer), lanes.current().device
+        return Values([torch.empty(size, dtype=kind, device=device) for size in self._program.sizes])
 
 
 def _in_terms(frames: Sequence[Frame], terms: int) -> list[list[Frame]]:
