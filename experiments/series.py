@@ -5,8 +5,9 @@
 
 Each experiment's rows.py says what its tables need. A run that is done appends its row to the experiment's results.csv;
 runs that are there already are not run again, so a series that was broken off goes on by the same command. The first
-seed of everything comes before the second. No run is started that would not end in time, going by how long runs of the
-same task took before.
+seed of everything comes before the second. When the time is up, runs leave what they need to go on in `--kept`, and the
+same command goes on with them first. No run is started that would not end in time, counting the minutes `--later` that
+further calls on this machine have, and going by how long runs of the same task took before.
 
 On a GPU the processes share it by CUDA's multi-process service where that is installed. `--limit N` runs tiny forms of
 all tasks on N samples: to see whether everything works. Its rows go elsewhere by `--results`.
@@ -39,7 +40,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from workers import data, tasks  # noqa: E402
-from workers.running import FIELDS, Run, train  # noqa: E402
+from workers.running import FIELDS, BrokenOff, Limits, Progress, Run, train  # noqa: E402
 from workers.texts import sentences  # noqa: E402
 
 from gradzip.emulate import mps  # noqa: E402
@@ -48,6 +49,9 @@ from gradzip.errors import GradzipError  # noqa: E402
 EXPERIMENTS = ("powersgd", "accordion", "gcomp")
 ON_DEMAND = {"accordion-100": "CIFAR100"}  # tables whose data is not always there: their name in rows.py
 RESULTS = "results.csv"
+KEPT = HERE.parent / "build/runs"  # of runs that were broken off
+LEAVING = 12.0  # seconds before the end in which runs save what they are
+SHORTEST = 45.0  # seconds: with less than that left nothing long is begun
 
 
 def runs_of(experiment: str) -> list[Run]:
@@ -106,16 +110,28 @@ class Guess:
     def __call__(self, run: Run) -> float:
         return self._seconds.get(run.task, 60 * run.minutes)
 
+    def measured(self, task: str) -> bool:
+        return task in self._seconds
 
-def work(inbox: Any, outbox: Any, options: argparse.Namespace) -> None:
+    def left(self, run: Run, kept: Path) -> float:
+        """The same, without what was done before the run was broken off."""
+        said = Progress(kept, run, 0).said()
+        return self(run) * (1 - said["step"] / said["total"] if said else 1)
+
+
+def work(inbox: Any, outbox: Any, options: argparse.Namespace, deadline: float) -> None:
     """A process that takes run after run."""
+    limits = Limits(deadline - LEAVING, options.kept)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
     while (run := inbox.get()) is not None:
         try:
-            row, found = train(run, options.data, device, options.limit, options.epochs, not options.no_graph)
+            graph = not options.no_graph
+            row, found = train(run, options.data, device, options.limit, options.epochs, graph, limits)
             outbox.put((run, row, found, ""))
+        except BrokenOff as reason:
+            outbox.put((run, None, [], reason))
         except BaseException:
             outbox.put((run, None, [], traceback.format_exc()))
         gc.collect()
@@ -142,19 +158,21 @@ def shared_gpu(wanted: bool) -> Iterator[None]:
 def run_all(todo: list[Run], options: argparse.Namespace, deadline: float) -> int:
     """Runs what fits; how many failed."""
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    guess, failures, left = Guess(options.results, name), 0, list(todo)
+    guess, failures, later = Guess(options.results, name), 0, deadline + 60 * options.later
+    left = sorted(todo, key=lambda run: Progress(options.kept, run, 0, options.limit).said() is None)  # stable
     context = mp.get_context("spawn")
     outbox, boxes, processes, busy = context.Queue(), [], [], dict[Any, int]()
     for _ in range(min(options.jobs, len(todo))):
         boxes.append(context.Queue())
-        processes.append(context.Process(target=work, args=(boxes[-1], outbox, options), daemon=True))
+        processes.append(context.Process(target=work, args=(boxes[-1], outbox, options, deadline), daemon=True))
         processes[-1].start()
     idle = list(range(len(boxes)))
     try:
         while True:
             while idle and left:
-                fits = [run for run in left if time.monotonic() + guess(run) < deadline]
-                if not fits:
+                now = time.monotonic()
+                fits = [run for run in left if now + guess.left(run, options.kept) < later]
+                if not fits or (options.later and now + SHORTEST > deadline):
                     break
                 left.remove(fits[0])
                 busy[fits[0]] = idle.pop()
@@ -173,6 +191,9 @@ def run_all(todo: list[Run], options: argparse.Namespace, deadline: float) -> in
                     del busy[run]
                 continue
             idle.append(busy.pop(run))
+            if isinstance(error, BrokenOff):
+                print(f"goes on later: {error}", flush=True)
+                continue
             if row is None:
                 failures += 1
                 print(f"FAILED {run.experiment} {run.task} {run.row} seed {run.seed}\n{error}", flush=True)
@@ -224,7 +245,9 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder that workers/data.py describes")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; unfinished runs are lost")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long; the same call goes on")
+    parser.add_argument("--later", type=float, default=0.0, help="minutes of further calls, with the same --kept")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="the folder of runs that were broken off")
     parser.add_argument("--seeds", type=int, help="the first N seeds only")
     parser.add_argument("--only", default="", help="runs whose task and row match this expression")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -244,8 +267,9 @@ def main() -> None:
     if options.list:
         guess = Guess(options.results, torch.cuda.get_device_name() if options.device == "cuda" else "cpu")
         for run in todo:
-            print(f"{run.experiment:10} {run.task:24} {run.row:34} seed {run.seed}  {guess(run):5.0f} s  {run.policy}")
-        print(f"{len(todo)} runs, {sum(map(guess, todo)) / 60:.1f} minutes one after the other")
+            seconds = guess.left(run, options.kept)
+            print(f"{run.experiment:10} {run.task:24} {run.row:34} seed {run.seed}  {seconds:5.0f} s  {run.policy}")
+        print(f"{len(todo)} runs, {sum(guess.left(run, options.kept) for run in todo) / 60:.1f} minutes of runs")
         return
     if options.prepare:
         prepare(options.data)

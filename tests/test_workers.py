@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from gradzip.optim import EFMomentum
 from gradzip.policy import as_policy
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
-from workers import rounding
+from workers import rounding, running, stacked
 from workers.exact import ExactWorkers
+from workers.pictures import for_workers
 from workers.stacked import StackedWorkers
 from workers.training import WorkerGradients, set_rate
 
@@ -38,6 +40,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "near, own lossless": lambda: "gcomp:own=lossless",
     "near-4096, own lossless": lambda: "gcomp:ulps=4096,own=lossless",
     "near-4096-forgets": lambda: "gcomp:ulps=4096,feedback=false",
+    "paper": lambda: "gcomp:mode=paper",
     "keep-7": lambda: "gcomp:keep=7",
     "keep-3": lambda: "gcomp:keep=3",
     "18 bits cut": lambda: "gcomp:keep=5,round=truncate,feedback=false",
@@ -52,7 +55,14 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "mixed": lambda: Rules({"0.*": "powersgd:rank=2", "3.*": "topk:ratio=0.1", "8.*": "gcomp"}),
 }
 REAL = ["lossless", "near", "near, own lossless", "near-4096", "powersgd", "topk", "sign", "accordion"]
-NEAR = [name for name in POLICIES if "near" in name or name in ("accordion-ulps", "mixed")]
+NEAR = [name for name in POLICIES if "near" in name or name in ("accordion-ulps", "mixed", "paper")]
+LINEAR = {
+    "plain": "identity",
+    "rank 2": "powersgd:rank=2",
+    "random k": "randomk:ratio=0.05",
+    "random block": "randomblock:ratio=0.05",
+    "accordion": "accordion ~ powersgd:rank=4 ~ powersgd:rank=2 ~ epochs=1,lr_drop=1",
+}
 
 
 def network() -> nn.Module:
@@ -103,9 +113,9 @@ def train_simulated(
     model = network().to(device)
     optimizer = optimizer_of(name, model.parameters())
     workers = kind(model, optimizer, as_policy(POLICIES[name]()), world)
-    stacked = isinstance(workers, StackedWorkers)
+    at_once = isinstance(workers, StackedWorkers)
     names = [n for n, _ in model.named_parameters()]
-    rows = workers.rows if stacked else [[torch.zeros_like(p) for p in model.parameters()] for _ in range(world)]
+    rows = workers.rows if at_once else [[torch.zeros_like(p) for p in model.parameters()] for _ in range(world)]
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(model(x), y)
@@ -115,7 +125,7 @@ def train_simulated(
         set_rate(optimizer, rate_at(name, step))
         batches = [batch(step, worker) for worker in range(world)]
         gradients((x.to(device), y.to(device)) for x, y in batches)
-        if stacked:
+        if at_once:
             found = workers.mean(probe)
             assert not found or 0 < found["own_bytes"] < 4.2 * found["values"]
         else:
@@ -124,7 +134,12 @@ def train_simulated(
                 p.grad = means[n]
         optimizer.step()
         workers.end_epoch()
+    if not at_once:
+        workers.close()
     return [value.cpu().clone() for value in model.state_dict().values()]
+
+
+on_gpus = partial(ExactWorkers, on_host=False)  # as models there exchange: tables are made on one
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +170,7 @@ def test_simulated_workers_are_real_ranks(name: str, real: dict[str, list[torch.
 
 @pytest.mark.parametrize(("name", "world"), [*((name, 4) for name in POLICIES), ("near-4096", 16), ("powersgd", 3)])
 def test_stacked_workers_are_exact_ones(name: str, world: int, single_thread: None) -> None:
-    exact = train_simulated(name, world, ExactWorkers)
+    exact = train_simulated(name, world, on_gpus)
     for here, there in zip(train_simulated(name, world, StackedWorkers, probe=True), exact):
         assert torch.equal(here, there)
 
@@ -163,7 +178,7 @@ def test_stacked_workers_are_exact_ones(name: str, world: int, single_thread: No
 def test_rank_1_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch, single_thread: None) -> None:
     """A library multiplies one matrix by a vector in another order than several at once."""
     monkeypatch.setitem(POLICIES, "rank 1", lambda: "powersgd:rank=1")
-    exact = train_simulated("rank 1", 4, ExactWorkers)
+    exact = train_simulated("rank 1", 4, on_gpus)
     for here, there in zip(train_simulated("rank 1", 4, StackedWorkers), exact):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
 
@@ -192,6 +207,47 @@ def test_near_is_the_codecs(cases: list[tuple[int, int]], shift: int) -> None:
     floors = torch.tensor([floor for _, floor in cases], dtype=torch.int8)
     codec, context = parse("gcomp"), Context(floor=floors, shift=shift)
     assert _same_or_nan(rounding.near(x, floors, shift), codec.decode(codec.encode(x, context), context))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(PATTERNS, st.floats(0, 2.0**80, width=32)), min_size=1, max_size=60))
+def test_paper_is_the_codecs(cases: list[tuple[int, float]]) -> None:
+    patterns = [pattern for pattern, _ in cases]
+    x = torch.tensor(patterns).to(torch.int32).view(torch.float32)
+    x = torch.where(x.isfinite() & (x.abs() >= 2.0**83), 1.0, x)  # the codec cuts fewer bits of what is larger
+    reach = torch.tensor([reach for _, reach in cases])
+    codec, context = parse("gcomp:mode=paper"), Context(floor=reach)
+    assert _same_or_nan(rounding.paper(x, reach), codec.decode(codec.encode(x, context), context))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_one_worker_stands_for_all_where_codecs_are_linear(name: str, single_thread: None) -> None:
+    """Parameters and running statistics, after a few steps; the net's batch norms see each worker's batch alone."""
+    assert stacked.linear(running.policy_of(LINEAR[name]))
+    for together, apart in zip(_trained(LINEAR[name], True), _trained(LINEAR[name], False)):
+        torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+
+
+def _trained(text: str, as_one: bool, world: int = 4) -> list[torch.Tensor]:
+    model = network()
+    if as_one:
+        for_workers(model, world)
+    optimizer = EFMomentum(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    workers = StackedWorkers(model, optimizer, running.policy_of(text), 1 if as_one else world)
+    gradients = WorkerGradients(model, lambda x, y: nn.functional.cross_entropy(model(x), y), workers.rows, False)
+    for step in range(STEPS):
+        batches = [batch(step, worker) for worker in range(world)]
+        gradients([tuple(torch.cat(part) for part in zip(*batches))] if as_one else batches)
+        workers.mean()
+        optimizer.step()
+        workers.end_epoch()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("text", ["topk:ratio=0.1", "sign", "gcomp", "randomk:ratio=0.1,unbiased=true", "cast"])
+def test_codecs_that_need_each_worker_are_not_linear(text: str) -> None:
+    assert not stacked.linear(as_policy(text))
+    assert not stacked.linear(Accordion("powersgd:rank=2", text))
 
 
 def _same_or_nan(a: torch.Tensor, b: torch.Tensor) -> bool:

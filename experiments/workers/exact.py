@@ -1,8 +1,8 @@
 """The library's exchange for W ranks in one process: Backward, Message, Executor, Memory and codecs are the real ones.
 
-Only the wire is replaced. Each rank runs in a thread of its own through the code that it runs on a cluster, and where
-it would send bytes it leaves them for the others and waits until all have come. Everything is a function of the
-gradients: threads change nothing but the time it takes.
+Only the wire is replaced, for models on CPUs and for those on GPUs (`on_host`). Each rank runs in a thread of its own
+through the code that it runs on a cluster, and where it would send bytes it leaves them for the others and waits until
+all have come. Everything is a function of the gradients: threads change nothing but the time it takes.
 
 What torch would add up itself (plain averaging, `cast/allreduce`) is added in the order of ranks here; Gloo and NCCL
 have an order of their own.
@@ -11,7 +11,9 @@ have an order of their own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -48,13 +50,72 @@ class _Meeting:
         self._barrier.abort()
 
 
+class _Wire:
+    """What host runners have sent and nobody has received yet, by tag, sender and receiver."""
+
+    def __init__(self) -> None:
+        self._changed, self._broken = threading.Condition(), False
+        self._sent: defaultdict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+
+    def put(self, key: tuple[int, int, int], data: torch.Tensor) -> None:
+        with self._changed:
+            self._sent[key].append(data.clone())
+            self._changed.notify_all()
+
+    def take(self, key: tuple[int, int, int]) -> torch.Tensor:
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._broken or self._sent[key], PATIENCE)
+            if self._broken or not came:
+                raise threading.BrokenBarrierError
+            return self._sent[key].popleft()
+
+    def abort(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+
+@dataclass
+class _Gloo:
+    """One rank's end of the wire, as collectives/gloo.py has it."""
+
+    rank: int
+    wire: _Wire
+
+    def send(
+        self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
+    ) -> _Pending:
+        for to, data in parts:
+            self.wire.put((tag, self.rank, to), data)
+        return _Pending(self, into, tag)
+
+
+@dataclass
+class _Pending:
+    gloo: _Gloo
+    into: Sequence[tuple[int, torch.Tensor]]
+    tag: int
+
+    def wait(self) -> None:
+        for source, buffer in self.into:
+            data = self.gloo.wire.take((self.tag, source, self.gloo.rank))
+            buffer[: data.numel()] = data
+
+
+class _Watch:
+    def saw(self, *what: object) -> None:
+        """Nobody asks for a profile here."""
+
+
 class _Pipe:
     """A pipeline that runs each job to its end when it is submitted, in the thread of its rank."""
 
     def __init__(self, channel: _Channel, meeting: _Meeting) -> None:
         self._channel, self._meeting = channel, meeting
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, elsewhere: bool = False) -> None:
+        if elsewhere:
+            return self._agree(job)
         received: Parts | None = None
         while True:
             try:
@@ -63,6 +124,15 @@ class _Pipe:
                 break
             received = self.exchange(job, wanted)
         self._channel.buffers.give(job.taken)
+        job.done(job, None)
+
+    def _agree(self, job: Job) -> None:
+        """What all ranks say of the messages that the host runner carries."""
+        words = self._meeting.swap(self._channel.rank, job.agreement.what, lambda slots: slots)
+        assert len(set(words)) == 1, f"ranks do different things: {words}"
+        job.agreement.reached.set()
+
+    def end(self, job: Job) -> None:
         job.done(job, None)
 
     def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
@@ -92,12 +162,17 @@ class _Channel:
 
     error = None
 
-    def __init__(self, rank: int, world: int, device: torch.device, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, meeting: _Meeting, wire: _Wire) -> None:
         self.rank, self.world, self.device = rank, world, device
         self.topology = Topology(rank, tuple((r,) for r in range(world)))
         self.groups = self.topology.groups()
         self.buffers = Buffers()
         self.pipeline = _Pipe(self, meeting)
+        self.gloo, self.watch = _Gloo(rank, wire), _Watch()
+        self.workers: list[Any] = []  # host runners
+
+    def explained(self, error: BaseException) -> BaseException:
+        return error
 
     def carries(self, size: int) -> bool:
         """Nothing goes from GPU to GPU."""
@@ -108,14 +183,24 @@ class ExactWorkers:
     """Error memory and codec state of all ranks; `mean` is one step of what `gradzip.attach` does."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, policy: Policy, world: int
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        policy: Policy,
+        world: int,
+        on_host: bool = True,
     ) -> None:
+        """`on_host`: by the host runner, as models on CPUs; else as models on GPUs.
+
+        The host runner codes each owner's part of a tensor by itself, so that top k and signs choose among its values.
+        """
+        self._on_host = on_host
         names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
         self.world, self.step, self.bytes_sent = world, 0, 0  # bytes that rank 0 has sent
         self._parameters, self._optimizer, self._policy = names, optimizer, policy
         self._device = next(iter(names)).device
-        self._meeting = _Meeting(world)
-        self._channels = [_Channel(rank, world, self._device, self._meeting) for rank in range(world)]
+        self._meeting, self._wire = _Meeting(world), _Wire()
+        self._channels = [_Channel(rank, world, self._device, self._meeting, self._wire) for rank in range(world)]
         self._memories = [Memory(rank) for rank in range(world)]
         self._books = [SharedBook() for _ in range(world)]
         self._ways = Ways(names, self._device, [optimizer] if optimizer else [], self._channels[0].topology)
@@ -123,6 +208,8 @@ class ExactWorkers:
     def mean(self, gradients: list[Gradients]) -> dict[str, torch.Tensor]:
         """What all ranks get for the gradients of each, by parameter name. Ends the step."""
         ways, adaptive = self._ways.of(self._policy, 1.0), isinstance(self._policy, Adaptive)
+        if not self._on_host:
+            ways = {name: replace(way, whole=None) for name, way in ways.items()}
         results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]
         failures: list[BaseException] = []
 
@@ -133,6 +220,7 @@ class ExactWorkers:
             except BaseException as failure:
                 failures.append(failure)
                 self._meeting.abort()
+                self._wire.abort()
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world)]
         for thread in threads:
@@ -155,13 +243,19 @@ class ExactWorkers:
         if isinstance(self._policy, Adaptive):
             self._policy.end_epoch()
 
+    def close(self) -> None:
+        """Ends the host runners' threads."""
+        for channel in self._channels:
+            for worker in channel.workers:
+                worker.stop(PATIENCE)
+
     def _run(self, rank: int, ways: dict[str, Any], own: Gradients, learns: bool) -> dict[str, torch.Tensor]:
         plain = {f"{way.codec}/{way.route}" for way in ways.values()} == {"identity/allreduce"}
-        ended: list[Outcome] = []
+        ended, over = list[Outcome](), threading.Event()
         channel, memory = cast(PipelineChannel, self._channels[rank]), self._memories[rank]
         backward = Backward(
             self.step, 1.0, ways, plain and not memory.residuals, "", channel, memory,
-            lambda done: ended.append(done.totals), books=self._books[rank], learns=learns,
+            lambda done: (ended.append(done.totals), over.set()), books=self._books[rank], learns=learns,
         )  # fmt: skip
         backward.compare(False, _raise)
         buffer = torch.cat([own[name].reshape(-1) for name in ways])
@@ -171,6 +265,8 @@ class ExactWorkers:
             named.append((name, buffer[at : at + size].view(own[name].shape)))
             at += size
         backward.take(buffer, named, last=True)
+        if not over.wait(PATIENCE):
+            raise TimeoutError(f"rank {rank} waited {PATIENCE:.0f} s for the others")
         if ended[0].error is not None:
             raise ended[0].error
         if rank == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -62,11 +62,14 @@ def _conv(inside: int, outside: int, stride: int = 1, kernel: int = 3) -> nn.Con
 class Block(nn.Module):
     """Starts as its shortcut: without that, rates of large batches throw ResNet-18 far off in the first steps."""
 
+    starts_as_shortcut = True
+
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = _conv(inside, outside, stride), nn.BatchNorm2d(outside)
         self.conv2, self.bn2 = _conv(outside, outside), nn.BatchNorm2d(outside)
-        nn.init.zeros_(self.bn2.weight)
+        if self.starts_as_shortcut:
+            nn.init.zeros_(self.bn2.weight)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inside != outside:
             self.shortcut = nn.Sequential(_conv(inside, outside, stride, 1), nn.BatchNorm2d(outside))
@@ -74,6 +77,12 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(out + self.shortcut(x))
+
+
+class PublishedBlock(Block):
+    """As the papers have it: no norm starts at 0."""
+
+    starts_as_shortcut = False
 
 
 class SqueezeBlock(nn.Module):
@@ -150,4 +159,73 @@ class Vgg19(nn.Module):
         return logits
 
 
-NETS = {"resnet18": ResNet18, "vgg19bn": Vgg19, "senet18": SeNet18, "senet18-normed": SeNet18Normed}
+class WorkerNorm(nn.BatchNorm2d):
+    """Batch norm for a batch that holds the pictures of several workers: each is normalised by itself.
+
+    Running statistics are those of worker 0, as DDP hands its buffers to all others.
+    """
+
+    workers = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        first, *others = x.chunk(self.workers)
+        return torch.cat([super().forward(first), *(
+            F.batch_norm(part, None, None, self.weight, self.bias, training=True, eps=self.eps) for part in others
+        )])  # fmt: skip
+
+
+def for_workers(net: nn.Module, workers: int) -> nn.Module:
+    """The same net, whose batch norms see this many workers in a batch."""
+    for module in net.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = WorkerNorm
+            module.workers = workers  # type: ignore[assignment]
+    return net
+
+
+class Bottleneck(nn.Module):
+    """ResNet-50's: 1 x 1, 3 x 3, 1 x 1."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.conv1, self.bn1 = _conv(inside, width, 1, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, outside, 1, 1), nn.BatchNorm2d(outside)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(_conv(inside, outside, stride, 1), nn.BatchNorm2d(outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        return F.relu(self.bn3(self.conv3(out)) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """For pictures of 32 x 32, as ResNet18 above: 23.5 million parameters with 10 classes."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.norm = _conv(3, width), nn.BatchNorm2d(width)
+        layers, inside = list[nn.Module](), width
+        for number, count in enumerate((3, 4, 6, 3)):
+            for place in range(count):
+                layers.append(Bottleneck(inside, width << number, 2 if number and not place else 1))
+                inside = 4 * (width << number)
+        self.blocks, self.head = nn.Sequential(*layers), nn.Linear(inside, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(F.relu(self.norm(self.first(x)))).mean((2, 3)))
+        return logits
+
+
+def published_resnet18(classes: int = 10, width: int = 64) -> ResNet18:
+    return ResNet18(classes, width, PublishedBlock)
+
+
+NETS: dict[str, Callable[[int, int], nn.Module]] = {
+    "resnet18": ResNet18, "resnet18-published": published_resnet18, "resnet50": ResNet50,
+    "vgg19bn": Vgg19, "senet18": SeNet18, "senet18-normed": SeNet18Normed,
+}  # fmt: skip

@@ -47,20 +47,20 @@ class Rates:
         total = task.epochs * task.steps
         self._steps = {step for step in EARLY if step < total} | {total * i // LATE for i in range(LATE)}
         self._sampled = {int(total * part): f"S{number}" for number, part in enumerate(SAMPLES, 1)}
-        self._rows: list[dict[str, Any]] = []
-        self._samples: dict[str, dict[str, np.ndarray]] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.samples: dict[str, dict[str, np.ndarray]] = {}
 
     @torch.no_grad()
     def look(self, workers: StackedWorkers, step: int) -> None:
         if step in self._steps:
-            self._rows.append(self._row(workers, step))
+            self.rows.append(self._row(workers, step))
         if step in self._sampled:
             parts = [workers.rows[0][i].reshape(-1) for i in self._places()]
             flat = torch.cat(parts)
             every = max(1, flat.numel() // SAMPLED)
             blocks = flat[: flat.numel() // 4096 * 4096].view(-1, 4096)[::every].reshape(-1).cpu()
             counts = {"raw": stale.raw_exponents(blocks), "relative": stale.relative_symbols(blocks)}
-            self._samples[self._sampled[step]] = counts
+            self.samples[self._sampled[step]] = counts
 
     def _places(self) -> list[int]:
         wanted = {name for name, _ in self._matrices}
@@ -117,13 +117,13 @@ class Rates:
     def found(self) -> list[tuple[str, tuple[str, ...], list[dict[str, Any]]]]:
         rows = []
         for symbols in ("raw", "relative"):
-            for source, own in self._samples.items():
-                for target, others in self._samples.items():
+            for source, own in self.samples.items():
+                for target, others in self.samples.items():
                     names = {"symbols": symbols, "source": source, "target": target}
                     rows.append(
                         {"task": self._name, "seed": self._seed} | names | _costs(own[symbols], others[symbols])
                     )
-        return [("rates.csv", RATE_FIELDS, self._rows), ("stale.csv", STALE_FIELDS, rows)]
+        return [("rates.csv", RATE_FIELDS, self.rows), ("stale.csv", STALE_FIELDS, rows)]
 
 
 def _costs(source: np.ndarray, target: np.ndarray) -> dict[str, float]:

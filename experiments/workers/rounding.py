@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from gradzip.codecs.gcomp import paper_levels
 from gradzip.engines.layout import COARSEST, EXACT
 
 _TINIEST = 2.0**-126  # of the normal numbers
@@ -45,6 +46,14 @@ def keep(x: torch.Tensor, bits: int, truncate: bool = False) -> torch.Tensor:
         result = torch.where((rounded < _INFINITY) & (rounded >= 0), rounded, cut_off)
     result = torch.where(magnitude >= _INFINITY, magnitude, result) | (pattern & -0x80000000)
     return result.view(torch.float32)
+
+
+def paper(x: torch.Tensor, reaches: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """x without the 0, 6, 12 or 18 bits that GComp's rule drops; `reaches` broadcast over the workers as above."""
+    x = _flushed(x)
+    pattern, cut = x.view(torch.int32), 6 * paper_levels(x, reaches.expand_as(x), shift).int()
+    result = torch.where(cut > 0, pattern >> cut << cut, pattern)  # the sign stays: shifts are arithmetic
+    return torch.where(x.isfinite(), result.view(torch.float32), x)
 
 
 def _flushed(x: torch.Tensor) -> torch.Tensor:

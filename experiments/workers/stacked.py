@@ -5,6 +5,9 @@ real frames are made at `probe` alone, which compares them with that arithmetic 
 library's own `reduce`, called once with the matrices of all workers, whose averages add up rows in the order of ranks.
 Sparse codecs and signs select by the library's own functions, a row for each worker.
 
+Where a codec is linear (`linear`), one worker with the pictures of all stands for them: the mean of projections and of
+residuals is the projection and the residual of the mean gradient. Only rounding differs.
+
 Sums are formed in the order of ranks and divided, residuals are kept as `gradzip.feedback` keeps them. A codec that is
 not here is refused: `ExactWorkers` has them all.
 """
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 
 from gradzip.backward import Way
-from gradzip.codecs import Codec, Context
+from gradzip.codecs import Codec, Context, parse
 from gradzip.codecs.base import Reduced
 from gradzip.codecs.baseline import Cast, Identity
 from gradzip.codecs.gcomp import GComp
@@ -32,11 +35,22 @@ from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
 from gradzip.exchange.topology import Topology
 from gradzip.hooks.ways import Ways
-from gradzip.policy import Adaptive, Policy, small
+from gradzip.policy import Adaptive, Policy, Rules, small
 
 from . import rounding
 
 ELEMENTWISE = (Identity, GComp, Cast)
+
+
+def linear(policy: Policy) -> bool:
+    """Whether the mean gradient says all that the workers' own gradients do: all codecs only project."""
+    parts = [getattr(policy, name, None) for name in ("low", "high")]  # Accordion's
+    rules = [part for part in (policy, *parts) if isinstance(part, Rules)]
+    codecs = [parse(option.codec) for part in rules for option in part.rules.values()]
+    return bool(codecs) and all(
+        isinstance(codec, Identity | PowerSGD) or (isinstance(codec, RandomK | RandomBlock) and not codec.unbiased)
+        for codec in codecs
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,24 @@ class StackedWorkers:
         if isinstance(self.policy, Adaptive):
             self.policy.end_epoch()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, besides the model and the optimizer."""
+        state = {"step": self.step, "sent": self.sent, "residual": self._residual, "sums": self._sum_residual}
+        state |= {"states": dict(self._states), "own": [dict(own) for own in self._own_states]}
+        if isinstance(self.policy, Adaptive):
+            state |= {"policy": self.policy.state_dict(), "history": list(self.policy.history)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.sent = state["step"], state["sent"]
+        self._residual, self._sum_residual = state["residual"], state["sums"]
+        self._states.update(state["states"])
+        for own, saved in zip(self._own_states, state["own"]):
+            own.update(saved)
+        if isinstance(self.policy, Adaptive):
+            self.policy.load_state_dict(state["policy"])
+            self.policy.history[:] = state["history"]
+
     def _keep(self, codec: Codec, start: int, stop: int, decoded: torch.Tensor) -> None:
         if self._residual is None:
             return
@@ -160,9 +192,9 @@ class StackedWorkers:
                         decoded[worker, inner] = x[worker, inner]
             self._keep(codec, start, stop, decoded)
             _sum_rows(decoded, out)
-            feeds = codec.error_memory is not None
+            feeds, of_sums = codec.error_memory is not None, isinstance(codec, GComp) and codec.codes_sums
             unit = 1.0  # what the sum's residual is kept in: see TensorCoder
-            if floors is None:
+            if not of_sums:
                 out.div_(self.world)
                 unit = 1 / self.world
             target = out + self._sum_residual[start:stop] * unit if feeds and self._sum_residual is not None else out
@@ -173,7 +205,7 @@ class StackedWorkers:
                 if found is not None and isinstance(codec, GComp):
                     self._probe(codec, together, ways, decoded, target, result, found)
                 out.copy_(result)
-            if floors is not None:
+            if of_sums:
                 out.div_(self.world)
 
     def _probe(
@@ -300,6 +332,9 @@ def _coded(codec: Codec, x: torch.Tensor, floors: torch.Tensor | None, shift: in
     if isinstance(codec, GComp) and codec.mode == "near":
         assert floors is not None
         return rounding.near(x, floors, shift)
+    if isinstance(codec, GComp) and codec.mode == "paper":
+        assert floors is not None
+        return rounding.paper(x, floors, shift)
     if isinstance(codec, GComp) and codec.keep is not None:
         return rounding.keep(x, codec.keep, codec.round == "truncate")
     if isinstance(codec, Identity) or codec.lossless:

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from gradzip.optim import EFMomentum
 
 from . import data
 from .data import enwik8_words
-from .pictures import NETS, Pictures
+from .pictures import NETS, Pictures, for_workers
 from .texts import Bert, Gpt, WordLstm, sentences
 from .training import Batch, shares, stepped_rate
 
@@ -30,6 +31,10 @@ class Task(ABC):
     workers, epochs, batch = 4, 10, 128
     metric, higher_is_better = "accuracy", True
     graph = True  # forward and backward may be captured on a GPU
+    long = False  # at the paper's length: where codecs are linear, one worker stands for all
+    as_one = False  # that is so in this run
+    precise = False  # float32 on a GPU as well
+    kept: tuple[str, ...] = ()  # attributes that a run which is broken off needs to go on
     model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int  # per epoch
@@ -40,6 +45,11 @@ class Task(ABC):
         self.tiny = limit is not None
         if self.tiny:
             self.batch = 4
+        self.stands_for = self.workers
+        if self.as_one:
+            self.workers, self.batch = 1, self.workers * self.batch
+        if self.precise:
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         self.rng = torch.Generator(device).manual_seed(seed)
         torch.manual_seed(seed)
 
@@ -60,7 +70,18 @@ class Task(ABC):
         """What is done to the mean gradients before the optimizer sees them."""
 
     def cast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda" and not self.precise)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | {"rng": self.rng.get_state()} | {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rng.set_state(state["rng"].cpu())
+        for name in self.kept:
+            setattr(self, name, state[name])
 
     def groups(self, decay: float) -> list[dict[str, object]]:
         """No weight decay for biases and norms, as in PowerSGD's study."""
@@ -75,12 +96,14 @@ def triangle(peak: float, epoch: float, warm: float, epochs: float) -> float:
 
 
 class _Cifar(Task):
-    net, classes = "resnet18", 10
+    net, classes, kept = "resnet18", 10, ("_shares",)
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
         super().__init__(root, device, seed, limit)
         self.pictures = Pictures(root, device, self.classes, limit)
         self.model = NETS[self.net](self.classes, 16 if self.tiny else 64).to(device)
+        if self.as_one:
+            for_workers(self.model, self.stands_for)
         self.optimizer = self.make_optimizer()
         self._shares = shares(torch.arange(len(self.pictures)), self.workers, self.batch)
         self.steps = len(self._shares)
@@ -131,6 +154,15 @@ class PowerSgdCifar32(PowerSgdCifar):
     batch = 32
 
 
+class PowerSgdLong(_Cifar):
+    """PowerSGD's study at its own length, rate and initial values: 7200 steps, 0.1 x 16 after 5 epochs from 0.1."""
+
+    net, workers, epochs, long = "resnet18-published", 16, 300, True
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(1.6, epoch, self.epochs / 60, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
+
+
 class AccordionCifar(_Cifar):
     """Accordion's study: 4 workers, 0.1 x 4 after a linear warm-up from 0, the same drops."""
 
@@ -148,11 +180,28 @@ class AccordionSenet(AccordionCifar):
     net = "senet18-normed"
 
 
-class AccordionCifar100(AccordionCifar):
+class AccordionLong(_Cifar):
+    """Accordion's study at its own length: 29,100 steps, 0.1 x 4 after 5 epochs from 0.1, nets as published."""
+
+    net, workers, epochs, long = "resnet18-published", 4, 300, True
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(0.4, epoch, self.epochs / 60, (self.epochs / 2, self.epochs * 5 / 6), start=0.1)
+
+
+class AccordionLongVgg(AccordionLong):
+    net = "vgg19bn"
+
+
+class AccordionLongSenet(AccordionLong):
+    net = "senet18"
+
+
+class AccordionLong100(AccordionLong):
     classes = 100
 
 
-class AccordionSenet100(AccordionCifar100):
+class AccordionLongSenet100(AccordionLong100):
     net = "senet18"
 
 
@@ -168,6 +217,21 @@ class GcompCifar(_Cifar):
         return triangle(0.4, epoch, 0.2 * self.epochs, self.epochs)
 
 
+class Resnet50Cifar(GcompCifar):
+    """ResNet-50 on the same pictures, for as long as the clock says: the rate rises and stays."""
+
+    net, batch = "resnet50", 32
+
+    def rate(self, epoch: float) -> float:
+        return 0.1 * min(1.0, (epoch * self.steps + 1) / 40)
+
+
+class GcompCifarPrecise(GcompCifar):
+    """Float32, as in GComp's study."""
+
+    precise = True
+
+
 class WikiText(Task):
     """PowerSGD's language model: 16 workers with 16 texts each, 30 words a step, rate 1.25 x 16, clipped at 0.4.
 
@@ -180,6 +244,7 @@ class WikiText(Task):
 
     workers, epochs, batch, length = 1, 10, 16 * 16, 30
     metric, higher_is_better, graph = "perplexity", False, False
+    kept = ("_states",)
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
         super().__init__(root, device, seed, limit)
@@ -230,10 +295,20 @@ class WikiText(Task):
         return math.exp(min(float(total) / count, 50.0))
 
 
+class WikiTextLong(WikiText):
+    """PowerSGD's language model at its own length and batch: 64 texts for each of 16 workers, 90 epochs."""
+
+    batch, epochs = 16 * 64, 90
+
+    def rate(self, epoch: float) -> float:
+        return stepped_rate(20.0, epoch, self.epochs / 18, (self.epochs * 2 / 3, self.epochs * 8 / 9), start=1.25)
+
+
 class Sst2(Task):
     """all-MiniLM-L6-v2 (6 layers, width 384) fine-tuned on SST-2 by AdamW: 4 workers with 32 phrases each."""
 
     workers, epochs, batch, length = 4, 1, 32, 64
+    kept = ("_shares",)
 
     def __init__(self, root: Path, device: torch.device, seed: int, limit: int | None) -> None:
         super().__init__(root, device, seed, limit)
@@ -270,6 +345,12 @@ class Sst2(Task):
             right = [(self.model(x).argmax(1) == y).sum() for x, y in pairs]
         self.model.train()
         return 100 * float(torch.stack(right).sum()) / len(self.y_dev)
+
+
+class Sst2Precise(Sst2):
+    """Float32, as in GComp's study."""
+
+    precise = True
 
 
 class Sst2Sgd(Sst2):
@@ -359,8 +440,16 @@ TASKS: dict[str, type[Task]] = {
     "accordion-resnet18": AccordionCifar,
     "accordion-vgg19bn": AccordionVgg,
     "accordion-senet": AccordionSenet,
-    "accordion-resnet18-100": AccordionCifar100,
-    "accordion-senet-100": AccordionSenet100,
+    "powersgd-cifar-300": PowerSgdLong,
+    "powersgd-wikitext-90": WikiTextLong,
+    "accordion-resnet18-300": AccordionLong,
+    "accordion-vgg19bn-300": AccordionLongVgg,
+    "accordion-senet-300": AccordionLongSenet,
+    "accordion-resnet18-100": AccordionLong100,
+    "accordion-senet-100": AccordionLongSenet100,
+    "resnet50-cifar": Resnet50Cifar,
+    "gcomp-cifar-float32": GcompCifarPrecise,
+    "gcomp-sst2-float32": Sst2Precise,
     "gcomp-cifar": GcompCifar,
     "gcomp-sst2-adamw": Sst2,
     "gcomp-sst2-sgd": Sst2Sgd,
