@@ -22,12 +22,14 @@ from pieces import NOT_RUN, TASKS, Results, Row, figure, floats, mean_of, of, se
 from published import Published
 from rank_sections import allreduce, gpt, real_ranks
 from series import runs_of
+from wall_picture import wall
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "gcomp"))
 import rows as gcomp_rows  # noqa: E402
 
-PAGE, PICTURE = HERE.parent / "docs/results.md", HERE.parent / "docs/noise.svg"
+PAGE, DOCS = HERE.parent / "docs/results.md", HERE.parent / "docs"
+PICTURES = {"noise.svg": picture, "wall.svg": wall}
 NO_DATA = "not run: the data is not at hand"
 
 DIAL = list(gcomp_rows.DIAL)
@@ -80,6 +82,15 @@ def powersgd(read: Results) -> str:
         head += ["ms per batch, 4 ranks at 10 Gbit/s"] if timed else []
         return table([*head, "the paper's ms per batch, 16 GPUs"], found)
 
+    def at_length(task: str, paper: Mapping[str, Published], metric: str, what: str) -> list[str]:
+        own = of(rows, task=task)
+        if not own:
+            return [f"{what}, with the paper's rate, batch and net: {NOT_RUN}. `{task}` is in the "
+                    "[queue](../experiments/queue.md)."]  # fmt: skip
+        there = {name: theirs for name, theirs in paper.items() if of(own, row=name)}
+        order = ordering(own, paper, higher_is_better=metric != "perplexity")
+        return [f"### {what}", seen(own), compared(task, there, metric), order]
+
     cifar, lstm = of(rows, task="powersgd-cifar"), of(rows, task="powersgd-wikitext")
     more = of(rows, task="powersgd-cifar-32")
     planned = {run.row for run in runs_of("powersgd") if run.task == "powersgd-cifar-32"}
@@ -106,6 +117,8 @@ def powersgd(read: Results) -> str:
             seen(lstm),
             compared("powersgd-wikitext", published.POWERSGD_LSTM, "perplexity"),
             ordering(lstm, published.POWERSGD_LSTM, higher_is_better=False),
+            *at_length("powersgd-cifar-300", published.POWERSGD_CIFAR, "accuracy, %", "Table 4 at 300 epochs"),
+            *at_length("powersgd-wikitext-90", published.POWERSGD_LSTM, "perplexity", "The LSTM at 90 epochs"),
         )
         if part
     )
@@ -113,9 +126,14 @@ def powersgd(read: Results) -> str:
 
 def accordion(read: Results) -> str:
     rows, lines, orders = read("accordion/results.csv"), list[list[str]](), list[str]()
-    for task, net in NETS.items():
-        paper: dict[str, Published | None] = dict(published.ACCORDION[task])
-        if task == "accordion-vgg19bn":
+    tables = [(task, net, published.ACCORDION[task]) for task, net in NETS.items()]
+    for task, theirs in (*published.ACCORDION_LONG.items(), *published.ACCORDION_TOP_K.items()):
+        known = {name: figures for name, figures in theirs.items() if of(rows, task=task, row=name)}
+        if known and list(known) == list(theirs):
+            tables.append((task, f"{NETS[task.removesuffix('-300')]}, 300 epochs", theirs))
+    for task, net, in_paper in tables:
+        paper: dict[str, Published | None] = dict(in_paper)
+        if task.startswith("accordion-vgg19bn"):
             paper |= {"rank 2": None, "accordion 4/2": None}
         for name, theirs in paper.items():
             own = of(rows, task=task, row=name)
@@ -123,14 +141,14 @@ def accordion(read: Results) -> str:
             most = statistics.fmean(sent) if sent else 0.0
             first = of(rows, task=task, row=next(iter(paper)))
             base = [float(r["mib_per_epoch"]) * float(r["epochs"]) * 2**20 / 4e6 for r in first]
-            least = next(iter(published.ACCORDION[task].values())).sent
+            least = next(iter(in_paper.values())).sent
             lines.append([
                 net, name, figure(floats(own, "value")) if own or not task.endswith("-100") else NO_DATA,
                 f"{theirs.value:g}" if theirs else "", mean_of(sent, 1),
                 f"{most / statistics.fmean(base):.2f}" if sent and base else "",
                 f"{theirs.sent / least:.2f}" if theirs else "",
             ])  # fmt: skip
-        order = ordering(of(rows, task=task), published.ACCORDION[task])
+        order = ordering(of(rows, task=task), in_paper)
         if order:
             orders.append(f"{net}: {order}")
     head = ["net", "", "accuracy, %", "the paper's", "million floats", "part of the net's first row", "the paper's"]
@@ -145,6 +163,11 @@ def accordion(read: Results) -> str:
             seen(rows),
             table(head, lines),
             " ".join(orders),
+            ""
+            if any(row["task"].endswith("-300") for row in rows)
+            else f"At the paper's 300 epochs, and over top k: "
+            f"{NOT_RUN}. `accordion-vgg19bn-300`, `accordion-resnet18-300` and `accordion-senet-300`, the nets as "
+            "published, are in the [queue](../experiments/queue.md).",
         )
         if part
     )
@@ -291,7 +314,8 @@ def main() -> None:
     text = page(Results(options.results, options.tiny))
     options.out.write_text(text)
     if options.out == PAGE:
-        PICTURE.write_text(picture(Results(options.results)))
+        for name, draw in PICTURES.items():
+            (DOCS / name).write_text(draw(Results(options.results)))
     print(f"{options.out}: {text.count(NOT_RUN)} places are not run yet")
     silent = [section.__name__ for section in SECTIONS if not _notes(section.__name__).exists()]
     if silent:

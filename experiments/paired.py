@@ -5,7 +5,6 @@
     python experiments/paired.py gpt --data DATA --minutes 6         # tasks whose name begins with gpt
     python experiments/paired.py cifar --data DATA --jobs 8 --minutes 3
     python experiments/paired.py --list                              # what is missing, and how long it may take
-    python experiments/paired.py --queue                             # writes queue.md
     python experiments/paired.py --limit 8 --data DATA --results /tmp/try.csv      # tiny forms on a CPU
 
 Rows are appended as soon as their group ends; runs whose rows are there are not run again. Runs of one seed begin with
@@ -26,7 +25,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,10 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
-sys.path.append(str(HERE / "noise"))
-import analysis  # noqa: E402
 from series import append, shared_gpu  # noqa: E402
 from workers import noise, paired, paired_tasks  # noqa: E402
 
-RESULTS, QUEUE = HERE / "noise/results.csv", HERE / "queue.md"
+RESULTS = HERE / "noise/results.csv"
 GPU, TOGETHER = "NVIDIA H200", 8  # whose times plan the queue, and how many single runs share it
 SINGLE = {**paired.PHOTOS, **paired_tasks.PAIRED_TASKS}  # tasks that are trained run by run, several side by side
 # Seconds of a run, until rows say better; the first name that a task begins with.
@@ -94,46 +90,6 @@ class Guess:
 
 def seeds_of(group: paired.Group) -> str:
     return ", ".join(str(seed) for seed in dict.fromkeys(seed for seed, _ in group.runs))
-
-
-def queue_page(results: Path) -> str:
-    """What is done and what comes next, in the order of noise/rows.py."""
-    rows, guess = rows_module(), Guess(results, GPU)
-    done = {(r["task"], r["row"], int(r["seed"])) for r in read(results)}
-    lines, left = [], 0.0
-    for group, why in rows.QUEUE_WITH_REASONS:
-        there, count = sum((group.task, v.name, seed) in done for seed, v in group.runs), len(group.runs)
-        beside = TOGETHER if group.task in SINGLE else 1
-        seconds = guess(group.task, count - there) / beside
-        left += seconds
-        known = "measured" if guess.measured(group.task) else "estimated"
-        state = "done" if there == count else f"{there} of {count}"
-        lines.append(f"| {group.task} | {seeds_of(group)} | {state} | {seconds:.0f} {known} | {why} |")
-    spent = 0.0
-    for row in read(results):
-        if row["device"] == GPU:  # a group of texts has divided its seconds among its runs already
-            spent += float(row["seconds"]) / (int(row["beside"]) if row["task"] in SINGLE else 1)
-    text = (HERE / "notes/queue.md").read_text()
-    needed = "\n".join(_needed(results, guess))
-    return text.format(table="\n".join(lines), needed=needed, left=f"{left / 60:.0f}", spent=f"{spent / 60:.1f}")
-
-
-def _needed(results: Path, guess: Guess) -> Iterator[str]:
-    """What would bound each task's loss at 1 %; a seed has the runs that the queue gives the task's first."""
-    rows, module = read(results), rows_module()
-    for task in dict.fromkeys(group.task for group in module.QUEUE):
-        found = analysis.slope(rows, task)
-        if found is None:
-            yield f"| {task} | 0 | | | | | |"
-            continue
-        first = next(group for group in module.QUEUE if group.task == task)
-        each = sum(seed == first.runs[0][0] for seed, _ in first.runs)
-        wanted, at_one = analysis.seeds_needed(found.at_one), found.at_one
-        runs = each * max(0, wanted - at_one.count) if wanted else 0
-        seconds = guess(task, runs) / (TOGETHER if task in SINGLE else 1)
-        spread = f"{analysis.deviation(at_one):.3f}" if at_one.count > 1 else ""
-        to_go = f"{runs} | {seconds:.0f}" if wanted else "| "
-        yield f"| {task} | {at_one.count} | {at_one} | {spread} | {wanted or 'none is enough'} | {to_go} |"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -313,7 +269,6 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare kernels with torch, and run nothing")
     parser.add_argument("--probe", action="store_true", help="time some steps of each task, and write nothing")
     parser.add_argument("--list", action="store_true", help="say what is missing, and run nothing")
-    parser.add_argument("--queue", action="store_true", help="write queue.md, and run nothing")
     options = parser.parse_args()
     options.kernels = options.kernels and options.device == "cuda"
     deadline = time.monotonic() + 60 * options.minutes
@@ -321,9 +276,6 @@ def main() -> None:
         parser.error("--limit needs --results: its rows do not belong into the tables")
     if options.check or options.probe:
         check(options) if options.check else probe(options)
-        return
-    if options.queue:
-        QUEUE.write_text(queue_page(options.results))
         return
     todo = missing(options.results, options.only)
     guess = Guess(options.results, GPU if options.list else paired.name_of(torch.device(options.device)))

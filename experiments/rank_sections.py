@@ -40,13 +40,13 @@ def _place(policy: str) -> int:
 
 
 def _ratio(row: Row) -> str:
-    return NO_HANDLE.get(row["policy"]) or f"{float(row['ratio']):.2f}"
+    return NO_HANDLE.get(row["policy"]) or (f"{float(row['ratio']):.2f}" if row["ratio"] else "unknown")
 
 
 def _sent(row: Row) -> tuple[float, float] | None:
     """Megabytes that a rank sends in a step, and the milliseconds that the link needs for them."""
     whole, bits_per_s = GRADIENT.get(row.get("task", "")), LINKS.get(row["network"])
-    if whole is None or bits_per_s is None or row.get("limit"):
+    if whole is None or bits_per_s is None or row.get("limit") or _ratio(row) == "unknown":
         return None
     ranks = int(row["ranks"])
     sent = 2 * (ranks - 1) / ranks * whole / float(NO_HANDLE.get(row["policy"]) or row["ratio"])
@@ -122,6 +122,8 @@ def gpt(read: Results) -> str:
         "texts of 256 words for each and step. Every policy trains for the same wall time; *loss* is that of training "
         "(nats per word), around the moment, and *held out* that of text that was kept aside, in the end. The plan is "
         "`gradzip plan`'s from a profile of plain training at 10 Gbit/s, whose time is not counted.",
+        "![Training loss against wall time](wall.svg)",
+        f"The picture is of the tables' rows{_absent(read)}. At 1 Gbit/s four clusters shared the GPU.",
     ]
     rows = read("gpt/results.csv")
     for network in dict.fromkeys(row["network"] for row in rows):
@@ -141,6 +143,14 @@ def gpt(read: Results) -> str:
         parts += _beside_the_link(network, own)
     parts += _drift(read("gpt/drift.csv"), of(rows, network="10 Gbit/s"))
     return "\n\n".join(parts if rows else [*parts, NOT_RUN])
+
+
+def _absent(read: Results) -> str:
+    """What the picture of losses over time is still to show."""
+    gpt2 = {row["policy"] for row in read("gpt/results.csv")}
+    missing = [f"`{policy}`" for policy in ("noise", "torch powersgd 4") if policy not in gpt2]
+    missing += [] if read("wall/results.csv") else ["ResNet-50"]
+    return f"; not run yet: {', '.join(missing)} ([queue](../experiments/queue.md))" if missing else ""
 
 
 def _beside_the_link(network: str, rows: list[Row]) -> list[str]:

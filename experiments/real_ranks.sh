@@ -10,6 +10,9 @@
 #     plans       profiles GPT-2 and plans for 10 and 1 Gbit/s, into OUT/gpt/plans
 #     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
+#     resnet10, resnet1: ResNet-50 with each policy, for docs/wall.svg       10 and 1 Gbit/s
+#     scaling     GComp's Figures 16 and 17: an all-reduce of 2, 4 and 8 ranks, RATE=1 as above
+#     routes      ResNet-50 on 2 hosts of 2 ranks by routes inside and between hosts, and what the planner predicts
 #
 # Without PART: all, in an order in which each finds what it needs. Rows that are there already are not run again
 # (but for allreduce-*, which append), so it may be broken off and called again; a part that fails does not keep the others from
@@ -24,8 +27,9 @@ python=${PYTHON:-python3}
 out=${OUT:-$here}
 plans=$out/gpt/plans
 options=${LIMIT:+--limit $LIMIT}
-parts=${*:-plans gpt10 gpt1 accuracy batch sentences allreduce-pictures allreduce-sentences}
-mkdir -p "$out/powersgd" "$out/gcomp" "$plans"
+parts=${*:-plans gpt10 gpt1 resnet10 resnet1 accuracy batch sentences allreduce-pictures allreduce-sentences scaling routes}
+mkdir -p "$out/powersgd" "$out/gcomp" "$out/wall" "$plans"
+all='plain;torch bf16;torch powersgd 4;noise;gcomp;gcomp:keep=7;powersgd:rank=4' # of docs/wall.svg
 
 ranks() { # hosts, rate in Gbit/s, then what each rank runs
     hosts=$1
@@ -83,11 +87,28 @@ run() {
         ;;
     gpt10)
         train 4 10 --task gpt2-enwik8 --seconds "${GPT10_SECONDS:-15}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
-            --policies 'plain;torch bf16;gcomp;gcomp:own=near;gcomp:keep=7;powersgd:rank=4;plan near10'
+            --policies 'plain;torch bf16;gcomp;gcomp:own=near;gcomp:keep=7;powersgd:rank=4;plan near10;noise;torch powersgd 4'
         ;;
     gpt1) # plain and bf16 by NCCL keep eight cores busy with looking, so they do not run at the same time
         train 16 1 --task gpt2-enwik8 --seconds "${GPT1_SECONDS:-56}" --check 1 --csv "$out/gpt/results.csv" --plans "$plans" \
-            --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=near;plan near1'
+            --clusters 4 --policies 'plain;gcomp;gcomp:keep=7;powersgd:rank=4;torch bf16;gcomp:own=near;plan near1;noise;torch powersgd 4'
+        ;;
+    resnet10) train 4 10 --task resnet50-cifar --seconds "${RESNET10_SECONDS:-12}" --csv "$out/wall/results.csv" --policies "$all" ;;
+    resnet1) train 4 1 --task resnet50-cifar --seconds "${RESNET1_SECONDS:-20}" --check 1 --csv "$out/wall/results.csv" --policies "$all" ;;
+    scaling) # of the gradient that comes with gradzip, repeated to 10 million values
+        for hosts in 2 4 8; do
+            ranks "$hosts" "${RATE:-10}" "$python" -m gradzip bench net --values "${LIMIT:-10000}000" \
+                --rounds "${ROUNDS:-3}" --csv "$out/gcomp/scaling.csv" \
+                --codecs "${CODECS:-gcomp:mode=paper;gcomp;noise;gcomp:mode=lossless;gcomp:keep=7}" || return
+        done
+        ;;
+    routes)
+        EMULATE="${EMULATE:---gpu-share} --ranks-per-host 2"
+        ranks 2 10 "$python" -m gradzip profile --steps 14 --inter 10gbit --out "$plans/routes.json" --codec gcomp:keep=7 -- \
+            "$python" "$here/real_ranks.py" --data "$data" $options --task resnet50-cifar --policies plain --csv /dev/null &&
+            "$python" -m gradzip plan "$plans/routes.json" --codec gcomp:keep=7 --out "$plans/hosts.json" &&
+            train 2 10 --task resnet50-cifar --seconds "${ROUTES_SECONDS:-6}" --csv "$out/wall/routes.csv" --plans "$plans" --policies \
+                'plain;torch bf16;gcomp:keep=7/alltoall;gcomp:keep=7/hierarchical;gcomp:keep=7/hierarchical_ring;gcomp:keep=7/hierarchical_allgather;noise;plan hosts'
         ;;
     *)
         echo "unknown part $1" >&2

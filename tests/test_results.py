@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,8 @@ from workers import pictures as pictures_module  # noqa: E402
 from workers import running, tasks  # noqa: E402
 from workers.pictures import ResNet18  # noqa: E402
 from workers.running import FIELDS, Run  # noqa: E402
+
+from gradzip.errors import Unsupported  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cache").mkdir()
     rng = np.random.default_rng(0)
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        rows = rng.integers(0, 256, (8, 3073), dtype=np.uint8)
+        rows = rng.integers(0, 256, (16, 3073), dtype=np.uint8)
         rows[:, 0] %= 10
         (tmp_path / f"{name}.bin").write_bytes(rows.tobytes())
     return tmp_path
@@ -49,15 +52,19 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_follows_the_results(results: ModuleType) -> None:
     assert results.PAGE.read_text() == results.page(results.Results(FOLDER)), "run python experiments/make_results.py"
-    assert results.PICTURE.read_text() == results.picture(results.Results(FOLDER)), "the same command writes it"
+    for name, draw in results.PICTURES.items():
+        assert (results.DOCS / name).read_text() == draw(results.Results(FOLDER)), "the same command writes it"
 
 
 def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:
     rows = {(run.task, run.row) for name in (*series.EXPERIMENTS, *series.ON_DEMAND) for run in series.runs_of(name)}
     paper = {("powersgd-cifar", row) for row in results.published.POWERSGD_CIFAR}
+    paper |= {("powersgd-cifar-300", row) for row in results.published.POWERSGD_CIFAR}
     paper |= {("powersgd-cifar-32", row) for row in ("plain", "rank 2")}
-    paper |= {("powersgd-wikitext", row) for row in results.published.POWERSGD_LSTM}
-    paper |= {(task, row) for task, table in results.published.ACCORDION.items() for row in table}
+    paper |= {(f"powersgd-wikitext{x}", row) for x in ("", "-90") for row in results.published.POWERSGD_LSTM}
+    paper |= {(f"gcomp-{x}-float32", row) for x in ("cifar", "sst2") for row in results.gcomp_rows.PRECISE}
+    of_accordion = (results.published.ACCORDION, results.published.ACCORDION_LONG, results.published.ACCORDION_TOP_K)
+    paper |= {(task, row) for tables in of_accordion for task, table in tables.items() for row in table}
     assert paper <= rows
     assert {task for task, _ in rows} == {task for task, _ in paper} | set(results.TASKS)
     assert {task for task, _ in rows} <= set(tasks.TASKS)
@@ -97,6 +104,73 @@ def test_a_tiny_run(task: str, policy: str, probe: str, pictures: Path) -> None:
         assert stale
     else:
         assert not found
+
+
+@pytest.fixture
+def words(pictures: Path) -> Path:
+    """Random words in the form of WikiText-2, beside the pictures."""
+    rng = np.random.default_rng(1)
+    (pictures / "wikitext2").mkdir()
+    for split, lines in (("train", 700), ("valid", 20), ("test", 20)):
+        text = "\n".join(" ".join(f"w{word}" for word in rng.integers(0, 50, 9)) for _ in range(lines))
+        (pictures / f"wikitext2/wiki.{split}.tokens").write_text(text + "\n")
+    return pictures
+
+
+class Ticks:
+    """A clock that goes on by a second each time somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+BROKEN_OFF = {
+    "rank 2": ("powersgd-cifar-300", "powersgd:rank=2", ""),
+    "accordion": ("accordion-senet-300", "accordion ~ topk:ratio=0.9 ~ topk:ratio=0.1 ~ epochs=1,lr_drop=1", ""),
+    "paper": ("gcomp-cifar-float32", "gcomp:mode=paper", "rates"),
+    "near": ("gcomp-cifar", "gcomp:ulps=256", ""),
+    "words": ("powersgd-wikitext-90", "powersgd:rank=2", ""),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OFF)
+def test_a_run_that_is_broken_off_goes_on_where_it_was(name: str, words: Path) -> None:
+    """Broken off after every second step, it ends with the row and the findings of one go, but for the time."""
+    task, policy, probe = BROKEN_OFF[name]
+    run, cpu = Run("test", task, "a row", policy, probe=probe), torch.device("cpu")
+    limit = {"rank 2": 64, "words": 7}.get(name, 40)  # 16 workers take 64 pictures in a step
+    whole, found = running.train(run, words, cpu, limit, 3)
+    kept, ends = words / "kept", list[str]()
+    while True:
+        try:
+            row, again = running.train(run, words, cpu, limit, 3, limits=running.Limits(3.5, kept, clock=Ticks()))
+            break
+        except running.BrokenOff as reason:
+            ends.append(str(reason))
+    assert len(ends) == (whole["steps"] - 1) // 2 >= 1, "two steps in each go"
+    timed = ("seconds", "ms_gradients", "ms_exchange")
+    assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in whole.items() if k not in timed}
+    assert again == found
+    assert not list(kept.glob("*.pt")), "nothing stays of a run that is done"
+
+
+def test_what_was_broken_off_is_not_taken_for_another_run(pictures: Path) -> None:
+    run, cpu = Run("test", "gcomp-cifar", "a row", "cast"), torch.device("cpu")
+    with pytest.raises(running.BrokenOff, match="of 4 steps"):
+        running.train(run, pictures, cpu, 32, 2, limits=running.Limits(3.5, pictures, clock=Ticks()))
+    with pytest.raises(Unsupported, match="delete it"):
+        running.train(replace(run, policy="plain"), pictures, cpu, 32, 2, limits=running.Limits(3.5, pictures))
+
+
+def test_a_run_that_diverges_ends_with_its_epoch(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks.GcompCifar, "rate", lambda self, epoch: 1e30)
+    row, _ = running.train(Run("test", "gcomp-cifar", "a row", "plain"), pictures, torch.device("cpu"), 32, 3)
+    assert row["steps"] == 2
+    assert not math.isfinite(row["loss"])
 
 
 def test_a_tiny_run_of_gcomp_as_published(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +268,21 @@ def test_losses_over_wall_time(results: ModuleType, tmp_path: Path) -> None:
     plain, keep = (line for line in text.splitlines() if line.startswith("| `"))
     assert plain == "| `plain` | 2 | 3000 | 1 | – | 9.50 | 9.00 | 5.000 | 0 |"
     assert keep == "| `gcomp:keep=7` | 3 | 500 | 2.90 | 9.50 | 8.00 | 8.00 | 5.000 | 0 |"
+
+
+def test_the_picture_of_losses_over_time_has_a_panel_for_each_network(results: ModuleType, tmp_path: Path) -> None:
+    """Of policies that were run; a network with one policy alone compares nothing."""
+    wall = importlib.import_module("wall_picture")
+    common = {"task": "resnet50-cifar", "losses": "1:2.5 2:2.25 4:1.5"}
+    rows = [common | {"network": "1 Gbit/s", "policy": policy} for policy in ("plain", "noise", "gcomp")]
+    rows.append(common | {"network": "10 Gbit/s", "policy": "plain"})
+    (tmp_path / "wall").mkdir()
+    with (tmp_path / "wall/results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    assert [title for title, _ in wall.panels(results.Results(tmp_path))] == ["ResNet-50, CIFAR-10, 1 Gbit/s"]
+    text = wall.wall(results.Results(tmp_path))
+    assert text.count("<polyline") == 2
+    assert ">noise<" in text
+    assert ">gcomp<" not in text

@@ -10,6 +10,7 @@ again. The columns:
 
 | column | what |
 |---|---|
+| texts, length | texts of a rank in a step, and bytes of each |
 | share, worst | of the noise in the averaged gradient, as `stats()` has it: the mean over steps, and the worst step |
 | true_share, true_worst | the same in every tenth step, from the gradients of all ranks in float32 |
 | ratio, bits | bytes of float32 values over those sent, padding included; bits a value of what was sent |
@@ -56,11 +57,24 @@ from workers.texts import Gpt
 Parameters = list[nn.Parameter]
 WARM, RESUMED, PROBED = 50, 10, 10  # steps until the rate is there; trained once more; between two true shares
 FIELDS = (
-    *("optimizer", "codec", "ranks", "steps", "parameters", "share", "worst", "true_share", "true_worst", "ratio"),
+    *(
+        "optimizer",
+        "codec",
+        "ranks",
+        "steps",
+        "parameters",
+        "texts",
+        "length",
+        "share",
+        "worst",
+        "true_share",
+        "true_worst",
+        "ratio",
+    ),
     *("bits", "coarser", "shaped", "differing", "resumed", "draws", "bias", "bias_error", "shrink", "loss", "ms"),
     *("runner", "device"),
 )
-KEY = (*FIELDS[:5], "device")
+KEY = (*FIELDS[:7], "device")
 
 
 def muon(matrices: Parameters, rest: Parameters) -> list[Optimizer]:
@@ -252,7 +266,7 @@ def measure(kind: str, options: argparse.Namespace, device: torch.device, text: 
     again.handle.detach()
     return {
         "optimizer": kind, "codec": options.codec, "ranks": dist.get_world_size(), "steps": options.steps,
-        "parameters": sum(p.numel() for p in training.parameters()),
+        "parameters": sum(p.numel() for p in training.parameters()), "texts": options.texts, "length": options.length,
         "share": f"{stats['noise']['share']:.6f}", "worst": f"{stats['noise']['worst']:.6f}",
         "true_share": f"{statistics.fmean(shares):.6f}", "true_worst": f"{max(shares):.6f}",
         "ratio": f"{stats['ratio']:.3f}", "bits": f"{stats['noise']['bits']:.3f}", "coarser": int(coarser),
@@ -290,7 +304,10 @@ def main() -> None:
     name = torch.cuda.get_device_name() if cuda else "cpu"
     for kind in options.optimizers.split(","):
         sized = Gpt(256, options.width, options.blocks, options.heads, options.length, rotary=True)
-        wanted = kind, options.codec, dist.get_world_size(), options.steps, sum(p.numel() for p in sized.parameters())
+        wanted = (
+            *(kind, options.codec, dist.get_world_size(), options.steps, sum(p.numel() for p in sized.parameters())),
+            *(options.texts, options.length),
+        )
         if (*map(str, wanted), name) in done:
             continue
         began = time.perf_counter()
