@@ -29,6 +29,7 @@ from .buffers import Buffers
 from .gloo import SENDERS, Broken, Gloo
 from .heartbeat import Health
 from .recording import Probe, Watch
+from .standing import Standing
 from .topology import Topology
 
 HEARTBEAT = timedelta(seconds=30)
@@ -75,7 +76,7 @@ class Channel:
         self._heartbeat = heartbeat.total_seconds()
         self.error: BaseException | None = None
         self._timeout = timeout.total_seconds()
-        self._compared = itertools.count()
+        self.standing = Standing(self.rank)
         self._failing = threading.Lock()
         self._told = threading.Event()  # the others have had time to hear of the error
         self._may_hold_store = dist.get_rank() == 0  # unless a launcher does
@@ -91,7 +92,7 @@ class Channel:
             self.gloo.shorten_queues()
         self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
         self.buffers = Buffers(pinned=device.type == "cuda")
-        self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost)
+        self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost, self.standing)
         self.watch = Watch(self.describe, _probe)
 
     def start(self) -> None:
@@ -229,8 +230,9 @@ class Channel:
 
         To be called on all ranks at the same point, by some of them without waiting.
         """
-        number, ranks = next(self._compared), list(range(self.world)) if wait else [self.rank]
+        number, ranks = self.standing.begin_comparison(wait), list(range(self.world)) if wait else [self.rank]
         texts = self.health.exchange_texts(f"policy/{number}", text, ranks, self._timeout)
+        self.standing.end_comparison()
         if wait and self.error is not None:
             raise self.error
         other = next((rank for rank, theirs in zip(ranks, texts) if theirs != text), None)

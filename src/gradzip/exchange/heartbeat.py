@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..errors import PeerError
 from . import sockets
+from .standing import Standing
 
 _PERIOD = 0.5  # seconds between looks at the store; heartbeats follow at a tenth of the timeout
 _LAST_WORDS, _HEARD = "failed", "heard"
@@ -31,8 +32,16 @@ class Health:
     """Heartbeats of `world` ranks; calls `on_loss` once, with the first bad news."""
 
     def __init__(
-        self, store: Store, rank: int, world: int, timeout: float, on_loss: Callable[[PeerError], None]
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        timeout: float,
+        on_loss: Callable[[PeerError], None],
+        standing: Standing | None = None,
     ) -> None:
+        """`standing`: what goes along with the heartbeat."""
+        self._standing = standing
         self._rank, self._world, self._timeout, self._on_loss = rank, world, timeout, on_loss
         before = sockets.found()
         self._stores = [store.clone() for _ in range(2)]  # type: ignore[attr-defined]  # for the heart, and for last words
@@ -170,8 +179,11 @@ class Health:
             try:
                 if now >= due:
                     count += 1
-                    store.set(names[self._rank], str(count))
-                    self._look(store, names)
+                    store.set(names[self._rank], f"{count} {self._standing or ''}")
+                    if (text := self._look(store, names)) is not None:
+                        self.report(text, about=-1)
+                        self._on_loss(PeerError(text))
+                        return
                     due = now + min(self._timeout / 10, 3.0)
                 error = self._read_words(store)
             except Exception as reason:  # the store's host is gone, or the network is
@@ -189,7 +201,8 @@ class Health:
                 self._on_loss(error)
                 return
 
-    def _look(self, store: Store, names: list[str]) -> None:
+    def _look(self, store: Store, names: list[str]) -> str | None:
+        """Whose hearts beat; what a rank does that this one does not."""
         for rank, name in enumerate(names):
             if rank == self._rank:
                 continue
@@ -197,6 +210,12 @@ class Health:
             last = self._seen.get(rank)
             if last is None or last[0] != beat:
                 self._seen[rank] = (beat, time.monotonic())
+            standing = beat.decode().partition(" ")[2]
+            if standing and self._standing is not None:
+                different = self._standing.difference(rank, standing)
+                if different is not None:
+                    return different
+        return None
 
     def _watch(self) -> None:
         last = time.monotonic()
