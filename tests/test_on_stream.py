@@ -514,14 +514,15 @@ def refused(rank: int) -> dict[str, str]:
     streams.install()
     said = {}
     for name, policy in {
-        "powersgd": Rules({"0.weight": "noise", "2.weight": "powersgd:rank=2"}, small=True),
+        "topk": Rules({"0.weight": "noise", "2.weight": "topk:ratio=0.1"}, small=True),
         "learns": gradzip.Accordion("noise", "noise:share=10%"),
     }.items():
         on_stream_device = torch.device("cuda", 0)
         from gradzip.hooks import runners
 
         choose = runners.choose
-        runners.choose = lambda ways, device, *rest: choose(ways, on_stream_device, *rest)  # noqa: B023
+        runners.RUN_ON_GPUS -= {runners.LEARNS}
+        runners.choose = lambda ways, types, device, *rest: choose(ways, types, on_stream_device, *rest)  # noqa: B023
         with pytest.raises(Unsupported) as raised:
             Task(policy)
         runners.choose = choose
@@ -531,7 +532,8 @@ def refused(rank: int) -> dict[str, str]:
 
 def test_what_the_stream_runner_cannot_do_is_refused_at_attach() -> None:
     for said in run_ranks(2, refused):
-        assert "have powersgd:rank=2/factors, and on a GPU the two cannot be mixed" in said["powersgd"]
+        assert "have topk:ratio=0.1/" in said["topk"]
+        assert "and on a GPU the two cannot be mixed" in said["topk"]
         assert "looks at averaged gradients" in said["learns"]
 
 

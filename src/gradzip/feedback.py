@@ -194,6 +194,19 @@ class Memory:
         bundled = {bundle.kept for bundle in self._bundles.values()}
         return bool(self._residuals) or any(r is not None for kept in bundled for r in kept.residuals)
 
+    def residual(self, name: str) -> torch.Tensor | None:
+        """What was lost of the gradient of that name, as it is kept."""
+        return None if self._folded(name) else self._residual(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether something is to be added to the gradient of that name."""
+        return self._residual(name) is not None or bool(self._folded(name))
+
+    @property
+    def changes(self) -> bool:
+        """Whether this step has noted something so far."""
+        return bool(self._next_residuals or self._next_bundles or any(self._next_states.values()))
+
     def _residual(self, name: str, stage: str = GRADIENT) -> torch.Tensor | None:
         self._take_apart(name)
         return self._residuals.get(f"{stage}/{name}")

@@ -15,14 +15,17 @@ import torch
 
 from .codecs import Codec, Context
 from .codecs.gcomp import GComp
+from .codecs.lowrank import Fused, PowerSGD
 from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
 from .engines.noise_layout import Shapes
 from .exchange.codecs import stream_codec
 from .exchange.coding import MessageCodec
+from .exchange.factors_on_device import FactorMessage
 from .exchange.flattening import flatten
 from .exchange.on_host import HostMessage
 from .exchange.on_stream import StreamMessage
+from .exchange.topology import Topology
 from .sensitivity.shape import SecondMoments
 
 PLAIN = "identity/allreduce"
@@ -75,7 +78,7 @@ class Bucket(Named):
         self._ways: Mapping[str, Way] | None = None
         self._parted: tuple[Named, Named, list[Whole]] = [], [], []
         self._wholes: dict[tuple[str, tuple[str, ...]], Whole] = {}  # by kind and names
-        self._streamed: tuple[Mapping[str, Way] | None, list[StreamMessage]] = None, []
+        self._streamed: tuple[Mapping[str, Way] | None, list[StreamMessage], bool] = None, [], False
         self._done: Future | None = None
 
     def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named, list[Whole]]:
@@ -98,12 +101,16 @@ class Bucket(Named):
         self._wholes = found
         return list(found.values())
 
-    def streamed(self, ways: Mapping[str, Way]) -> list[StreamMessage]:
-        """The messages of the stream runner, which take all gradients that have values."""
+    def streamed(self, ways: Mapping[str, Way], factors: bool = False) -> tuple[list[StreamMessage], bool]:
+        """The messages of the stream runner for gradients that have values, and whether some wait for the last bucket.
+
+        They do so where the model has `factors`.
+        """
         if self._streamed[0] is not ways:
-            together = _together([(name, g) for name, g in self if g.numel()], ways)
-            self._streamed = ways, [_stream_message(ways[named[0][0]], named) for named in together]
-        return self._streamed[1]
+            late = {name for name, _ in self if factors and ways[name].late}
+            together = _together([(name, g) for name, g in self if g.numel() and name not in late], ways)
+            self._streamed = ways, [_stream_message(ways[named[0][0]], named) for named in together], bool(late)
+        return self._streamed[1:]
 
     def done(self, buffer: torch.Tensor) -> Future:
         """A future that is the bucket's buffer already; the same in every step."""
@@ -123,7 +130,8 @@ def _together(named: Named, ways: Mapping[str, Way]) -> list[Named]:
 def _stream_message(way: Way, named: Named) -> StreamMessage:
     codec = stream_codec(way.codec)
     assert codec is not None
-    return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for _, g in named])
+    tensors = [tensor for _, tensor in named]
+    return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for g in tensors], tensors)
 
 
 def shares_book(codec: Codec) -> TypeGuard[GComp]:
@@ -153,6 +161,16 @@ class Draft:
     stateful: list[Context] = field(default_factory=list)  # those of them whose codec keeps something there
     forms: dict[str, str | None] = field(default_factory=dict)  # by name
     prepared: Prepared | None = None
+    streamed: FactorMessage | None = None  # the same for the stream runner
+
+    def on_stream(self, topology: Topology) -> FactorMessage:
+        """What the stream runner makes of it; once."""
+        if self.streamed is None:
+            assert isinstance(self.codec, PowerSGD) and self.prepared is not None
+            fused = self.prepared.in_place
+            assert fused is None or isinstance(fused, Fused)
+            self.streamed = FactorMessage(self.codec, self.contexts, self.tensors, self.forms, fused, topology)
+        return self.streamed
 
 
 class Late:

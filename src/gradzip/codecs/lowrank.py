@@ -33,6 +33,7 @@ import torch
 
 from .. import saved
 from ..engines.cuda import factors, hot
+from ..engines.cuda.restore import Change
 from ..errors import Unsupported
 from .base import Context, InPlace, Kept, Left, Lossy, Reduced, register, wide
 from .random import key_of, uniform
@@ -244,6 +245,16 @@ class _Batch:
         self.residual: torch.Tensor | None = None
 
 
+class Enqueued(NamedTuple):
+    """A step that the GPU may still have to do."""
+
+    kept: Kept
+    changes: list[Change] | None  # in what is kept; None: it was kept in another way before
+    flawed: torch.Tensor  # one int32: not 0 where the mean of a matrix is not finite
+    largest: list[torch.Tensor]  # the largest magnitude of all that went as it is
+    alive: object  # to be kept until the GPU is through
+
+
 class Fused(InPlace):
     """A step by the kernels for matrices, and torch's operations for the rest."""
 
@@ -265,16 +276,22 @@ class Fused(InPlace):
         self._parts: list[torch.Tensor] = []
 
     def reduce(self, before: Kept, scale: float, average: Average, enqueued: Callable[[], None]) -> Left:
-        own = before if isinstance(before, _Factored) and before.order is self._order else None
-        operands, _alive = self._apart(before, scale) if own is None else (self._together(own), None)
-        largest = list[torch.Tensor]()  # of all that went as it is
+        found = self.enqueue(before, scale, average)
+        enqueued()
+        finite = not int(found.flawed) and all(math.isfinite(x) for x in found.largest)  # waits, and leaves Python free
+        return Left(found.kept, finite)
+
+    def enqueue(self, before: Kept, scale: float, average: Average) -> Enqueued:
+        """The same without a wait for the GPU, if `average` does not wait either."""
+        own = before if isinstance(before, Factored) and before.order is self._order else None
+        operands, alive = self._apart(before, scale) if own is None else (self._together(own), None)
+        largest = list[torch.Tensor]()
         meanwhile = functools.partial(self._average_whole, average, largest)
         found = self._plan.run(operands, self._matrices[0], average, self._keeps, scale, meanwhile)
-        enqueued()
-        finite = not int(found.flawed) and all(math.isfinite(x) for x in largest)  # waits, and leaves Python to others
-        return Left(_Factored(self._order, found.right, found.after), finite)
+        kept = Factored(self._order, found.right, found.after)
+        return Enqueued(kept, kept.changes(own), found.flawed, largest, alive)
 
-    def _together(self, own: _Factored) -> factors.Operands:
+    def _together(self, own: Factored) -> factors.Operands:
         """Of what the last step left, which lies as kernels put it."""
         lost = 0 if own.after is None else own.after.data_ptr()
         place = lost, own.right.data_ptr()
@@ -328,11 +345,18 @@ class _Order:
     fresh: list[torch.Tensor]  # for columns of zeros; as large as the right factor of each
 
 
-class _Factored(Kept):
+class Factored(Kept):
     """What kernels leave: the right factors of all matrices, and what was lost of all of them."""
 
     def __init__(self, order: _Order, right: torch.Tensor, after: torch.Tensor | None) -> None:
         self.order, self.right, self.after = order, right, after
+
+    def changes(self, before: Factored | None) -> list[Change] | None:
+        """What differs from what was kept before, if that was kept in the same way."""
+        if before is None or (before.after is None) != (self.after is None):
+            return None
+        residuals = [] if self.after is None or before.after is None else [Change(self.after, before.after)]
+        return [Change(self.right, before.right), *residuals]
 
     def factors(self) -> list[torch.Tensor]:
         return _parted(self.right, [fresh.shape for fresh in self.order.fresh])

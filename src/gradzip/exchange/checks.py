@@ -8,13 +8,16 @@ the last bucket; the host reads them when they have long been there. All ranks r
           the norm of each message's means
           of each message with kernels: status of 2 W frames, largest frames and notches
           of this rank alone, and not reduced: noise, and how many frames are coarser
+
+Behind it residuals are committed, by a predicate on the device: what a step noted is taken back where a norm is not
+finite. The host does the same two steps later, or at once where Memory did not hold it in the same way before.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +26,9 @@ import torch.distributed as dist
 
 from ..engines.cuda import noise as kernels
 from ..engines.cuda.noise_row import ALIKE, OF_FRAMES, OF_RANK, Places, RowCall
+from ..engines.cuda.restore import Change, restore
 from ..errors import PeerError
-from .on_device import DeviceMessage
+from .on_device import Checked
 from .outcome import Outcome
 from .program import Program
 from .slots import OWN, SUM, Largest
@@ -60,7 +64,7 @@ class _Told(NamedTuple):
 class _Layout:
     """The row of a step's messages, in device memory."""
 
-    def __init__(self, messages: Sequence[DeviceMessage], world: int, device: torch.device) -> None:
+    def __init__(self, messages: Sequence[Checked], world: int, device: torch.device) -> None:
         self._messages = [weakref.ref(message) for message in messages]
         checked = [message.kernels for message in messages if message.kernels is not None]
         per_message, first = 2 * world + OF_FRAMES, 2 * ALIKE + len(messages)
@@ -74,12 +78,12 @@ class _Layout:
             before += has_frames
         self.row = torch.zeros(reduced + OF_RANK * len(checked), dtype=torch.int64, device=device)
         self.reduced = self.row[:reduced]
-        self._alike, self._norms = self.row[: 2 * ALIKE].view(-1, 2), self.row[2 * ALIKE : first].view(torch.float64)
+        self._alike, self.norms = self.row[: 2 * ALIKE].view(-1, 2), self.row[2 * ALIKE : first].view(torch.float64)
         others = [number for number, each in enumerate(self.told) if not each.has_frames]
         self._others = torch.tensor(others, device=device)
         self._call = RowCall(self.row, checked, [t.places for t in self.told if t.has_frames]) if checked else None
 
-    def is_of(self, messages: Sequence[DeviceMessage]) -> bool:
+    def is_of(self, messages: Sequence[Checked]) -> bool:
         return len(messages) == len(self._messages) and all(a() is b for a, b in zip(self._messages, messages))
 
     def fill(
@@ -94,7 +98,7 @@ class _Layout:
                     self._alike[number, 0].fill_(found)
             torch.neg(self._alike[:, 0], out=self._alike[:, 1])
         if norms:  # a number that is not finite has the largest bits, as an integer
-            self._norms.index_copy_(0, self._others, torch.stack(list(norms)).abs_())
+            self.norms.index_copy_(0, self._others, torch.stack(list(norms)).abs_())
 
 
 class _Sent(NamedTuple):
@@ -120,17 +124,26 @@ class Checks:
         self,
         step: int,
         digest: int,
-        messages: Sequence[DeviceMessage],
+        messages: Sequence[Checked],
         norms: Sequence[torch.Tensor],
         shapes: torch.Tensor | None,
         results: torch.Tensor | None,
+        changes: Sequence[Change] = (),
+        then: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Enqueues the row of a step on the current stream; `norms` are those of the messages without kernels."""
+        """Enqueues the row of a step on the current stream; `norms` are those of the messages without kernels.
+
+        If a rank has a mean that is not finite, `changes` are taken back. `then` is called with the largest norms.
+        """
         if self._layout is None or not self._layout.is_of(messages):
             self._layout = _Layout(messages, self._world, self._device)
         layout = self._layout
         layout.fill(digest, norms, shapes, results)
         self._group.allreduce([layout.reduced], self._options).wait()
+        if changes:
+            restore(layout.norms, changes)
+        if then is not None:
+            then(layout.norms)
         pinned, copied = self._pinned(layout.row.numel())
         pinned.copy_(layout.row, non_blocking=True)
         copied.record(self._module.current_stream())

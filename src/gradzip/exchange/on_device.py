@@ -23,17 +23,37 @@ from .program import Program
 from .slots import OWN, SUM, Slots
 
 
-class DeviceMessage(ABC):
+class Checked(ABC):
+    """What the row of checks knows of a message (checks.py)."""
+
+    program: Program
+    # The kernels that tell the row of wrong frames, sizes and noise. None: the frames hold values alone, and nothing
+    # can be wrong with them.
+    kernels: NoiseMessage | None = None
+    share = 0.0  # of the means' squares that noise may be
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """By this rank in a step."""
+
+    @property
+    @abstractmethod
+    def moved(self) -> tuple[int, ...]:
+        """Sizes of what collectives move: all ranks must have the same."""
+
+    @abstractmethod
+    def norm(self) -> torch.Tensor:
+        """A number in float64 that is finite if all means are. Not asked for where there are `kernels`."""
+
+
+class DeviceMessage(Checked):
     """One message on this rank. `tensors` are flat and lie in `buffer`, DDP's bucket; they become their means."""
 
     sent: torch.Tensor
     received: torch.Tensor
     gathered: torch.Tensor
     sum_frame: torch.Tensor
-    # The kernels that tell the row of checks of wrong frames, sizes and noise. None: the frames hold values alone, and
-    # nothing can be wrong with them.
-    kernels: NoiseMessage | None = None
-    share = 0.0  # of the means' squares that noise may be
 
     def __init__(self, program: Program, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self.program, self.world, self.rank = program, program.world, rank
@@ -59,11 +79,15 @@ class DeviceMessage(ABC):
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank in a step, padding included."""
+        """With padding."""
         return (self.world - 1) * (self.sent.numel() + self.gathered.numel()) // self.world
 
+    @property
+    def moved(self) -> tuple[int, ...]:
+        return self.sent.numel(), self.gathered.numel()
+
     def norm(self) -> torch.Tensor:
-        """The norm of the means, in float64. Not asked for where there are `kernels`, which have it."""
+        """The norm of the means."""
         if self._is_all:
             found: torch.Tensor = torch.linalg.vector_norm(self._buffer, dtype=torch.float64)
         else:

@@ -6,15 +6,16 @@
     gather   all_gather_single
     decode   means into the bucket; DDP's stream goes on behind it
 
-The frames of a message have a size that all ranks know beforehand. Behind the last bucket goes a row of checks, which
-the host reads two steps later: see checks.py.
+The frames of a message have a size that all ranks know beforehand. PowerSGD's factors wait for the last bucket and are
+averaged by all-reduces, on the second stream. Behind the last bucket goes a row of checks, which the host reads two
+steps later: see checks.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from .. import saved
+from ..engines.cuda.restore import Change
 from ..errors import Unsupported
+from ..feedback import Memory
 from ..routes import NAMED
 from ..sensitivity.shape import SecondMoments
 from .checks import Checks, Row
 from .compiler import compile_route
-from .on_device import DeviceMessage, StreamCodec
+from .factors_on_device import FactorMessage
+from .on_device import Checked, DeviceMessage, StreamCodec
 from .program import Program
 from .slots import LATE, OWN, SUM, Largest, Slots
 from .topology import Topology
@@ -44,8 +48,8 @@ SavedSlots = tuple[dict[str, Slots], _Late]
 _Group = dist.ProcessGroup
 _scatter = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base  # their names before torch 2.13
 _gather = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
-_scatter_options, _gather_options = AllToAllOptions(), AllgatherOptions()
-_scatter_options.asyncOp = _gather_options.asyncOp = True
+_scatter_options, _gather_options, _sum_options = AllToAllOptions(), AllgatherOptions(), dist.AllreduceOptions()
+_scatter_options.asyncOp = _gather_options.asyncOp = _sum_options.asyncOp = True
 
 
 # The group's own methods: the functions of torch.distributed spend some 20 us on checks.
@@ -55,6 +59,11 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 
 def all_gather(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     return _gather(group, gathered, own, _gather_options)
+
+
+def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """The sum, in the order that NCCL chooses: all ranks get the same."""
+    return group.allreduce([values], _sum_options)
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -79,8 +88,18 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None
 class StreamMessage:
     """Gradients of a bucket that are coded as one message, and stay where they are."""
 
-    def __init__(self, kind: str, codec: StreamCodec, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        codec: StreamCodec,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        shaped: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`shaped`: the same memory as the user's tensors have it; (): the flat ones."""
         self.kind, self.codec, self.names, self.tensors = kind, codec, tuple(names), tensors
+        self.shaped = shaped or tensors
+        self.contents: object = None  # what Memory held when these names were last looked up there
         self.program: Program | None = None
         self.version: object = None  # of the shapes that `message` was made for
         self.slots: dict[str, int] = {}  # and the sizes of its slots
@@ -92,10 +111,19 @@ class StreamRunner:
     """Runs the messages of one model, bucket by bucket, in the order in which DDP hands them out."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, topology: Topology, shapes: SecondMoments
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        topology: Topology,
+        shapes: SecondMoments,
+        memory: Memory | None = None,
     ) -> None:
         self._group, self._device, self._topology, self._shapes = group, device, topology, shapes
         self._rank = dist.get_rank(group)
+        self._memory = Memory(self._rank) if memory is None else memory
+        self._contents = object()  # another one when residuals may have come to Memory from elsewhere
+        self._open: int | None = None  # the step that Memory waits for the host to know of
+        self._divisor = torch.tensor(float(topology.world), device=device)  # as in RawMessage
         self._module = torch.get_device_module(device)
         self._encoding, self._decoding = (_stream(device) for _ in range(2))
         self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
@@ -104,9 +132,15 @@ class StreamRunner:
         self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
-        self._messages: list[DeviceMessage] = []  # of this step
+        self._scale = 1.0  # the loss scale that gradients carry
+        self._messages: list[Checked] = []  # of this step
         self._norms: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
+        self._waiting: list[tuple[Future, torch.Tensor]] = []  # buckets, for the last one
+        self._changes: list[Change] = []  # in what Memory holds
+        self._by_host = False  # Memory is told by the host whether means are finite
+        self._then: Callable[[torch.Tensor], None] | None = None
+        self._alive: list[object] = []  # until the step is through
         self._agreed: tuple[object, int] = None, 0  # what all ranks must have alike in a step, and its digest
         self._warm_up()
 
@@ -119,16 +153,28 @@ class StreamRunner:
 
     # -- a step, on the thread of backward ----------------------------------------------------------------------
 
-    def begin(self, step: int, use_shapes: bool = True, compare_results: bool = False) -> list[Row]:
-        """Before the first bucket; returns what became known of earlier steps. PeerError: one of them was wrong."""
+    def begin(
+        self,
+        step: int,
+        use_shapes: bool = True,
+        compare_results: bool = False,
+        scale: float = 1.0,
+        then: Callable[[torch.Tensor], None] | None = None,
+    ) -> list[Row]:
+        """Before the first bucket; returns what became known of earlier steps. PeerError: one of them was wrong.
+
+        `scale` is the loss scale of the gradients. `then` is called when all is enqueued, before DDP gets any bucket,
+        with the norms of all messages' means: they are finite on the device if the step is.
+        """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("gradients cannot be exchanged in a CUDA graph yet: capture forward and backward apart")
-        rows = self._read(step - LATE)
+        rows = [*self.settle(), *self._read(step - LATE)]
         while self._late and self._late[0][0] <= step - LATE:
             for digest, sizes in self._late.pop(0)[1].items():
                 self._slots[digest].note(sizes)
         self._step, self._wants_results = step, compare_results
-        self._messages, self._norms, self._results = [], [], []
+        self._messages, self._norms, self._results, self._changes, self._alive = [], [], [], [], []
+        self._waiting, self._scale, self._then, self._by_host = [], scale, then, False
         self._encoding.wait_stream(self._decoding)  # the row of the last step reads what encoders write
         changed = False
         if use_shapes:
@@ -144,8 +190,23 @@ class StreamRunner:
             self._shapes_version, self._uses_shapes = object(), use_shapes
         return rows
 
-    def take(self, buffer: torch.Tensor, streamed: Sequence[StreamMessage], last: bool) -> Future:
-        """Enqueues the exchange of a bucket; the future is its averaged buffer."""
+    def settle(self) -> list[Row]:
+        """Waits for the step that decides what Memory holds, if there is one; what became known by that."""
+        return [] if self._open is None else self._read(self._open)
+
+    def take(
+        self,
+        buffer: torch.Tensor,
+        streamed: Sequence[StreamMessage],
+        last: bool,
+        waits: bool = False,
+        factors: Sequence[FactorMessage] = (),
+    ) -> Future:
+        """Enqueues the exchange of a bucket; the future is its averaged buffer.
+
+        `waits`: not all of it is in `streamed`, the rest comes in the `factors` of the last bucket.
+        """
+        waits = waits or self._then is not None
         future: Future = (
             torch.futures.Future(devices=[self._device]) if self._device.type == "cuda" else torch.futures.Future()
         )
@@ -155,6 +216,9 @@ class StreamRunner:
         enter(self._encoding)
         try:
             with torch.no_grad():
+                for each in streamed:
+                    if each.contents is not self._contents:
+                        self._add_left_over(each)
                 messages = [self._message(each, buffer) for each in streamed]
                 scattered = []
                 for message in messages:
@@ -169,19 +233,65 @@ class StreamRunner:
                     if message.kernels is None:
                         self._norms.append(message.norm())
                 self._messages += messages
-                if self._wants_results:
-                    self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
-                future.set_result(buffer)  # who waits for it may write to the buffer: nothing reads it from here on
+                if waits:
+                    self._waiting.append((future, buffer))
+                else:
+                    self._sum_up(buffer)
+                    future.set_result(buffer)  # who waits for it may write to the buffer: nobody here reads it then
                 if last:
-                    self._send_row()
+                    self._finish(factors)
         finally:
             enter(before)
         return future
 
-    def end(self) -> None:
+    def end(self, factors: Sequence[FactorMessage] = ()) -> None:
         """After the last bucket, where torch averages that one: `take` does the same by itself."""
+        self._encoding.wait_stream(self._module.current_stream(self._device))
         with torch.no_grad(), self._module.stream(self._decoding):
+            self._finish(factors)
+
+    def _sum_up(self, buffer: torch.Tensor) -> None:
+        if self._wants_results:
+            self._results.append(buffer.view(torch.uint8).sum(dtype=torch.int64))
+
+    def _finish(self, factors: Sequence[FactorMessage]) -> None:
+        """On the second stream: what waited for the last bucket, and the row of checks."""
+        if factors:
+            self._decoding.wait_stream(self._encoding)  # which is behind the gradients of all buckets
+        for message in factors:
+            changes, alive = message.run(self._memory, self._step, self._scale, self._average)
+            self._by_host |= changes is None
+            self._changes += changes or []
+            self._alive.append(alive)
+            self._norms.append(message.norm())
+            self._messages.append(message)
+        for _, buffer in self._waiting:
+            self._sum_up(buffer)
+        if self._then is not None:
             self._send_row()
+        for future, buffer in self._waiting:
+            future.set_result(buffer)
+        if self._then is None:  # else it is on its way
+            self._send_row()
+
+    def _average(self, values: torch.Tensor) -> None:
+        all_reduce(values, self._group).wait()
+        values.div_(self._divisor)
+
+    def _add_left_over(self, streamed: StreamMessage) -> None:
+        """Adds residuals that another codec has left. Memory forgets them when the host knows that means are finite."""
+        streamed.contents = self._contents
+        held = {name: tensor for name, tensor in zip(streamed.names, streamed.shaped) if self._memory.holds(name)}
+        if not held:
+            return
+        names, tensors = list(held), list(held.values())
+        totals = self._memory.compensated_all(names, tensors, self._scale)
+        for tensor, total in zip(tensors, totals):
+            if total is not tensor:
+                tensor.copy_(total)
+        self._memory.lost_all(names, [None] * len(names))
+        self._by_host = True
+        self._alive.append(totals)
 
     def _message(self, streamed: StreamMessage, buffer: torch.Tensor) -> DeviceMessage:
         """Buffers and tables of a message; made when layout or shapes are new, or slots have outgrown the buffers."""
@@ -214,13 +324,20 @@ class StreamRunner:
         if not self._messages:
             return
         shaped = self._shapes.names if self._uses_shapes else []
-        said = [(m.program.digest, m.sent.numel(), m.gathered.numel()) for m in self._messages], shaped
+        said = [(m.program.digest, m.moved) for m in self._messages], shaped
         if said != self._agreed[0]:
             digest = hashlib.blake2b(repr(said).encode(), digest_size=7).digest()
             self._agreed = said, int.from_bytes(digest, "little")
         shapes = self._shapes.total() if shaped else None
         results = torch.stack(self._results).sum() if self._results else None
-        self._checks.send(self._step, self._agreed[1], self._messages, self._norms, shapes, results)
+        changes = () if self._by_host else self._changes
+        self._checks.send(
+            self._step, self._agreed[1], self._messages, self._norms, shapes, results, changes, self._then
+        )
+        if self._by_host:
+            self._open = self._step
+        elif changes:
+            self._memory.commit()  # the device takes back what it should not have noted
 
     # -- what became of it --------------------------------------------------------------------------------------
 
@@ -231,6 +348,10 @@ class StreamRunner:
     def _read(self, last: int | None) -> list[Row]:
         rows = self._checks.read(last)
         self._late += [(row.step, row.sizes) for row in rows]
+        for row in rows:
+            if row.step == self._open:
+                self._memory.commit() if row.outcome.finite else self._memory.drop()
+                self._open, self._contents, self._alive = None, object(), []
         return rows
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -240,8 +361,9 @@ class StreamRunner:
         return {_STATE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
 
     def go_on_from(self, read: SavedSlots) -> None:
-        """Goes on with the slots of a state, as `read_state` gave them."""
+        """Goes on with the slots of a state, as `read_state` gave them; Memory may hold something else now."""
         self._slots, self._late = read
+        self._contents = object()
 
 
 def read_state(state: Mapping[str, Any]) -> SavedSlots:

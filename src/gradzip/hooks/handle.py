@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -25,6 +26,7 @@ from ..accordion import Accordion
 from ..backward import Backward, is_alone
 from ..codecs import Codec
 from ..collectives import transports
+from ..collectives.message import FACTORS
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange import on_stream
 from ..exchange.abort import Abort
@@ -91,11 +93,13 @@ class Handle:
         self._group = group
         self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
-        runner = runners.choose(ways, self._device, group, self._learns)
+        self._types = {name: parameter.dtype for parameter, name in self._names.items()}
+        self._patient = model.find_unused_parameters or model.static_graph
+        runner = self._choose_runner(ways, self._learns)
         if transports.choose(transport, group, self._device) == transports.NCCL:
             transports.check_model(model)
         self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
-        self._memory = Memory(self._channel.rank, patient=model.find_unused_parameters or model.static_graph)
+        self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
         self._checks = checks_results()
         self._backward: Backward | StreamedBackward | None = None
@@ -107,6 +111,7 @@ class Handle:
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
+        self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
         self._scheme = _Scheme({}, runners.HOST)
         self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
@@ -150,7 +155,8 @@ class Handle:
 
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
-            self._stream = on_stream.StreamRunner(self._group, self._device, self._channel.topology, self._shapes)
+            about = self._group, self._device, self._channel.topology, self._shapes, self._memory
+            self._stream = on_stream.StreamRunner(*about)
             self._stream.go_on_from(self._slots_to_load)
             if self._device.type == "cuda":
                 self._abort = Abort(self._group, self._device)
@@ -163,7 +169,7 @@ class Handle:
         """Uses another policy from the next step on. Call it on all ranks at the same point."""
         chosen = as_policy(policy)
         ways = self._ways.check(chosen)
-        runners.choose(ways, self._device, self._group, isinstance(chosen, Adaptive))
+        self._choose_runner(ways, isinstance(chosen, Adaptive))
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
@@ -411,6 +417,8 @@ class Handle:
     def _begin(self) -> Backward | StreamedBackward:
         if self._before is not None:
             self._before.wait()  # a formality: DDP has had its buckets for a while
+        if self._stream is not None:
+            self._note(self._stream.drain if self._learns else self._stream.settle)
         self._memory.drop()  # what a backward that was broken off has left
         self._log()
         self._say()
@@ -422,10 +430,10 @@ class Handle:
         if ways is not self._scheme.ways:
             self._choose_scheme(ways)
         if self._scheme.streams and not is_alone(self._channel):
-            return self._begin_streamed()
+            return self._begin_streamed(scale)
         plain = self._scheme.plain and not self._memory.residuals
         learns = self._learns
-        rates = [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = self._learning_rates()
         if self._scheme.shaped and self._shapes.renew():
             self._shapes_version = object()
         begun = Backward(
@@ -457,21 +465,42 @@ class Handle:
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
+    def _choose_runner(self, ways: Mapping[str, Way], learns: bool) -> str:
+        return runners.choose(ways, self._types, self._device, self._group, learns, self._patient)
+
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
-        runner = runners.choose(ways, self._device, self._group, self._learns)
+        runner = self._choose_runner(ways, self._learns)
         before, self._scheme = self._scheme, _Scheme(ways, runner)
-        if self._scheme.streams and (text := self._agreement(self._scheme)) != self._agreement(before):
+        text = self._agreement(self._scheme)
+        if (self._scheme.streams or before.streams) and text != self._agreement(before):
             self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
+        if self._scheme.streams:
             self._start_stream()
 
-    def _begin_streamed(self) -> StreamedBackward:
+    def _begin_streamed(self, scale: float) -> StreamedBackward:
         runner = self._start_stream()
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         use_shapes = self._scheme.shaped and not self._joins()
-        self._note(lambda: runner.begin(self._steps, use_shapes, self._checks))
+        late = self._late if self._scheme.factors else None
+        observe: Callable[[str, torch.Tensor], None] | None = None
+        if isinstance(self._policy, Adaptive):
+            if self._joins():
+                raise Unsupported(
+                    f"{self._policy!r} learns from steps that all ranks take, and under Join a GPU cannot tell which "
+                    "these are: use a policy that does not learn, such as Fixed"
+                )
+            observe = functools.partial(self._policy.observe, scale=scale)
+            self._rates[self._steps] = self._learning_rates()
+        self._channel.standing.begin_pass()
+        begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
+        then = None if observe is None else begun.show
+        self._note(lambda: runner.begin(self._steps, use_shapes, self._checks, scale, then))
         self._premises.begin(active=False)
-        return StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed)
+        return begun
+
+    def _learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _end_streamed(self, ended: StreamedBackward) -> None:
         """All of a backward pass is enqueued."""
@@ -496,6 +525,9 @@ class Handle:
         with self._lock:
             for row in rows:
                 self._noise.step(row.outcome, row.outcome.bytes_sent)
+                rates = self._rates.pop(row.step, None)
+                if rates is not None and row.outcome.finite and isinstance(self._policy, Adaptive):
+                    self._policy.end_step(rates)
 
     def _scale_held(self) -> torch.Tensor | None:
         """Where the scaler keeps the loss scale, if it is torch's own."""
@@ -626,6 +658,7 @@ class _Scheme:
         self.whole = any(way.whole is not None for way in ways.values())
         self.shaped = any(way.codec.shaped for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
+        self.factors = any(way.route == FACTORS for way in ways.values())
         self.all_late = not self.plain and all(way.late for way in ways.values())
         sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
         self.book_limit = min((codec.limit for codec in sharing), default=0)

@@ -40,6 +40,7 @@ FILES = (
 _UNITS = {
     "noise_row": ("common", "noise", "noise_row"),
     "lowrank_": ("common", "lowrank"),
+    "restore": ("common", "restore"),
     "noise_": ("common", "noise", "noise_encode", "noise_decode"),
     "scaled_": ("common", "noise", "scaled"),
     "pieces_": ("common", "values", "pieces"),
