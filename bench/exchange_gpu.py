@@ -6,6 +6,10 @@
 Every row trains the same model under BF16 autocast: medians over the steps, each as long as on the slowest rank.
 host_ms is the time that all hooks of a step take on the host. `bound` is the step over what it takes without exchange
 plus the bytes sent at the goodput of torch's all-reduce of float32 values in the same run.
+
+"stream powersgd:rank=4" puts a codec on streams that is not carried there yet (hooks/runners.py, RUN_ON_GPUS):
+
+    ... bench/exchange_gpu.py --model resnet50 --row-major --policies "powersgd:rank=4;stream powersgd:rank=4"
 """
 
 from __future__ import annotations
@@ -32,23 +36,28 @@ import gradzip
 sys.path.insert(0, str(Path(__file__).parent))
 from steps import Gpt2
 
+from gradzip.hooks import runners
+
 NO_SYNC, BF16 = "no_sync", "torch bf16"
+STREAMED = "stream "  # in front of a policy
 COLUMNS = (
     *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
     *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
 )
 
 
-def made(model: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def made(
+    model: str, device: torch.device, layout: torch.memory_format
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A model, and its loss on a batch that each rank draws for itself."""
     torch.manual_seed(0)
     rng = torch.Generator().manual_seed(1 + dist.get_rank())
     if model == "gpt2":
         tokens = torch.randint(0, 50257, (8, 256), generator=rng).to(device)
         return Gpt2().to(device), lambda net: net(tokens)
-    images = torch.randn(16, 3, 128, 128, generator=rng).to(device, memory_format=torch.channels_last)
+    images = torch.randn(16, 3, 128, 128, generator=rng).to(device, memory_format=layout)
     labels = torch.randint(0, 1000, (16,), generator=rng).to(device)
-    net = getattr(torchvision.models, model)().to(device, memory_format=torch.channels_last)
+    net = getattr(torchvision.models, model)().to(device, memory_format=layout)
     return net, lambda net: nn.functional.cross_entropy(net(images), labels)
 
 
@@ -75,8 +84,14 @@ def goodput() -> float:
     return 2 * (world - 1) / world * x.nbytes / statistics.median(medians(lambda: dist.all_reduce(x), 3, 8))
 
 
-def measure(name: str, what: str, device: torch.device, warm: int, steps: int) -> dict[str, Any]:
-    inner, loss_of = made(name, device)
+def measure(
+    name: str, what: str, device: torch.device, warm: int, steps: int, layout: torch.memory_format
+) -> dict[str, Any]:
+    inner, loss_of = made(name, device, layout)
+    carried = set(runners.RUN_ON_GPUS)
+    policy = what.removeprefix(STREAMED)
+    if policy != what:
+        runners.RUN_ON_GPUS.add(policy.partition(":")[0])
     model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -96,7 +111,7 @@ def measure(name: str, what: str, device: torch.device, warm: int, steps: int) -
         model.register_comm_hook(None, timed)
     elif what != NO_SYNC:
         # torch's hook casts small tensors, too; by default gradzip leaves them as they are.
-        handle = gradzip.attach(model, optimizer, gradzip.Fixed(what) if what == "cast" else what)
+        handle = gradzip.attach(model, optimizer, gradzip.Fixed(what) if what == "cast" else policy)
         reduce = handle.reduce
 
         def reduced(bucket: Any) -> Any:
@@ -139,6 +154,7 @@ def measure(name: str, what: str, device: torch.device, warm: int, steps: int) -
     differing = sum(bool((other != everybodys[0]).any()) for other in everybodys)
     if handle is not None:
         handle.detach()
+    runners.RUN_ON_GPUS.intersection_update(carried)
     row = {
         "model": name, "what": what, "runner": stats.get("runner") or "", "ranks": world,
         "ms": round(statistics.median(times), 2), "least_ms": round(min(times), 2),
@@ -158,6 +174,7 @@ def main() -> None:
     parser.add_argument("--policies", default="cast;noise;int8;int4;fp8;gcomp:keep=7", help="gradzip's, separated by ;")
     parser.add_argument("--warm", type=int, default=12, help="steps before those that count: slots shrink in step 9")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--row-major", action="store_true", help="not channels_last, which PowerSGD has no kernels for")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     torch.cuda.set_device(0)
@@ -165,7 +182,8 @@ def main() -> None:
     device, rate = torch.device("cuda", 0), goodput()
     alone = hook = 0.0
     for what in (NO_SYNC, BF16, *filter(None, options.policies.split(";"))):
-        row = measure(options.model, what, device, options.warm, options.steps)
+        layout = torch.contiguous_format if options.row_major else torch.channels_last
+        row = measure(options.model, what, device, options.warm, options.steps, layout)
         gc.collect()
         torch.cuda.empty_cache()
         alone = row["ms"] if what == NO_SYNC else alone

@@ -24,6 +24,7 @@ from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.program import Program
 from gradzip.exchange.topology import Topology
+from gradzip.hooks import runners
 from gradzip.sensitivity.near import memory_order
 
 WORLD, STEPS = 4, 11
@@ -35,11 +36,11 @@ def flat(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Trained:
-    def __init__(self, policy: str, bucket_mb: float) -> None:
+    def __init__(self, policy: str, bucket_mb: float, layout: torch.memory_format = torch.channels_last) -> None:
         torch.manual_seed(1)
         torch.backends.cudnn.deterministic = True
         net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 200), nn.Linear(200, 7))
-        net = net.cuda().to(memory_format=torch.channels_last)
+        net = net.cuda().to(memory_format=layout)
         self.model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.handle = gradzip.attach(self.model, self.optimizer, gradzip.Fixed(policy), timeout=TIMEOUT)
@@ -132,6 +133,59 @@ def hurried(rank: int, policy: str) -> str:
 @pytest.mark.parametrize("policy", ["noise", "cast", "int8"])
 def test_hooks_never_wait_for_the_gpu(policy: str) -> None:
     assert run_ranks(2, hurried, policy, backend="nccl") == ["", ""]
+
+
+def factored(rank: int) -> dict[str, Any]:
+    """PowerSGD on streams, with its kernels; a rank has an infinite gradient in step 6."""
+    runners.RUN_ON_GPUS |= {"powersgd"}
+    task, out, kept = Trained("powersgd:rank=2", 0.02, torch.contiguous_format), dict[str, Any](), list[Any]()
+    reduce = task.handle.reduce
+
+    def watched(bucket: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return reduce(bucket)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for number in range(STEPS):
+        if number == 4:
+            task.handle.reduce = watched  # type: ignore[method-assign]
+        if number == 6 and rank == 1:
+            hook = task.parameters[0].register_hook(lambda gradient: gradient * torch.inf)
+        if number == 6:
+            assert task.handle._stream is not None
+            out["waits"] = task.handle._stream._open is not None
+            task.handle.reduce = reduce  # type: ignore[method-assign]
+            kept.append(task.handle.state_dict())
+        means = task.backward(number)
+        if number == 6:
+            kept.append(task.handle.state_dict())
+            out["finite"] = all(bool(mean.isfinite().all()) for mean in means)
+            if rank == 1:
+                hook.remove()
+        else:
+            task.optimizer.step()
+    before, after = ({k: torch.as_tensor(v).cpu() for k, v in state.items() if k != "steps"} for state in kept)
+    out["same"] = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    out["kept"] = sum("residual/" in key for key in before)
+    out["parameters"] = [p.detach().cpu() for p in task.parameters]
+    out["runner"] = task.handle.stats()["runner"]
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(320)
+def test_powersgd_on_streams_keeps_replicas_identical_and_nothing_of_a_step_that_overflows() -> None:
+    ranks = run_ranks(WORLD, factored, deadline=300, backend="nccl")
+    for found in ranks:
+        assert found["runner"] == "stream"
+        assert same(found["parameters"], ranks[0]["parameters"])
+        assert all(bool(p.isfinite().all()) for p in found["parameters"])
+        assert not found["waits"], "once buckets stay where they are, the device decides"
+        assert not found["finite"]
+        assert found["same"]
+        assert found["kept"] == 3
 
 
 def damaged(rank: int) -> str:
