@@ -1,11 +1,13 @@
-"""Steps of DDP training on a GPU with the stream runner, beside torch's own hook: one launch for each model.
+"""Steps of DDP training on a GPU, beside torch's own hook: one launch for each model.
 
     gradzip emulate --gpu-share --no-measure --hosts 4 --rate 10gbit -- python bench/exchange_gpu.py --model resnet18 \
         --csv bench/results/exchange_gpu.csv
 
 Every row trains the same model under BF16 autocast: medians over the steps, each as long as on the slowest rank.
-host_ms is the time that all hooks of a step take on the host. `bound` is the step over what it takes without exchange
-plus the bytes sent at the goodput of torch's all-reduce of float32 values in the same run.
+host_ms is the time that all hooks of a step take on the host, cpu_ms the processor time of all threads of a step beyond
+that of one without exchange. `bound` is the step over what it takes without exchange plus the bytes sent at the goodput
+of torch's all-reduce of float32 values in the same run. Codecs whose frames have no known size go by collectives/, or
+with --host-runner by the host runner, which hooks/runners.py keeps off until it is measured: see the column `runner`.
 
 "stream powersgd:rank=4" puts a codec on streams that is not carried there yet (hooks/runners.py, RUN_ON_GPUS):
 
@@ -43,6 +45,7 @@ STREAMED = "stream "  # in front of a policy
 COLUMNS = (
     *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
     *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
+    "cpu_ms",
 )
 
 
@@ -98,7 +101,7 @@ def measure(
         if name == "gpt2"
         else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     )
-    handle, spent, hosts = None, [0.0], []
+    handle, spent, hosts, processor, before = None, [0.0], [], [], [0.0]
     values, world = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     if what == BF16:
 
@@ -125,6 +128,7 @@ def measure(
 
     def step() -> None:
         nonlocal last
+        before[0] = time.process_time()
         optimizer.zero_grad()
         if what == NO_SYNC:
             with model.no_sync(), torch.autocast("cuda", torch.bfloat16):
@@ -138,6 +142,7 @@ def measure(
     def each(counts: bool) -> None:
         if counts:
             hosts.append(1e3 * spent[0])
+            processor.append(1e3 * (time.process_time() - before[0]))
         elif handle is not None:
             sent[0] = handle._totals.bytes_sent
         spent[0] = 0.0
@@ -163,7 +168,7 @@ def measure(
         "share": round(stats.get("noise", {}).get("share", 0.0), 5),
         "coarser": stats.get("noise", {}).get("coarser", 0),
         "replicas_differing": differing if what != NO_SYNC else "", "loss": round(last.item(), 4),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name(), "cpu_ms": statistics.median(processor),
     }  # fmt: skip
     return row
 
@@ -175,18 +180,24 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=12, help="steps before those that count: slots shrink in step 9")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--row-major", action="store_true", help="not channels_last, which PowerSGD has no kernels for")
+    parser.add_argument("--host-runner", choices=("off", "on", "both"), default="off", help="for models on GPUs")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     device, rate = torch.device("cuda", 0), goodput()
-    alone = hook = 0.0
-    for what in (NO_SYNC, BF16, *filter(None, options.policies.split(";"))):
-        layout = torch.contiguous_format if options.row_major else torch.channels_last
+    alone = hook = quiet = 0.0
+    ways = {"off": (False,), "on": (True,), "both": (False, True)}[options.host_runner]
+    policies = [(what, on) for what in filter(None, options.policies.split(";")) for on in ways]
+    layout = torch.contiguous_format if options.row_major else torch.channels_last
+    for what, on in ((NO_SYNC, False), (BF16, False), *policies):
+        runners.ON_HOST_RUNNER_FROM_GPU = on
         row = measure(options.model, what, device, options.warm, options.steps, layout)
         gc.collect()
         torch.cuda.empty_cache()
         alone = row["ms"] if what == NO_SYNC else alone
+        quiet = row["cpu_ms"] if what == NO_SYNC else quiet
+        row["cpu_ms"] = round(row["cpu_ms"] - quiet, 2)
         hook = row["ms"] if what == BF16 else hook
         row["of_bf16_hook"] = round(row["ms"] / hook, 3) if hook else ""
         row["goodput_gbit"] = round(rate * 8 / 1e6, 2)
@@ -195,8 +206,9 @@ def main() -> None:
             print("  ".join(f"{key}={row[key]}" for key in COLUMNS), flush=True)
             if options.csv:
                 new = not options.csv.exists()
+                known = COLUMNS if new else tuple(options.csv.open().readline().strip().split(","))
                 with options.csv.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS)
+                    writer = csv.DictWriter(file, known, extrasaction="ignore")
                     if new:
                         writer.writeheader()
                     writer.writerow(row)

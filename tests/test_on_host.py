@@ -30,10 +30,10 @@ SIZES = [3, 5000, 0, 1, 700, 40_001]
 CODECS = {"identity": Raw("identity"), "cast": Raw("cast", torch.bfloat16)}
 
 
-def connect(per_host: int) -> PipelineChannel:
+def connect(per_host: int, device: str = "cpu") -> PipelineChannel:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     assert dist.group.WORLD is not None
-    return open_channel(dist.group.WORLD, torch.device("cpu"), timeout=TIMEOUT)
+    return open_channel(dist.group.WORLD, torch.device(device), timeout=TIMEOUT)
 
 
 class Exchange:

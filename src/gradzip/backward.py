@@ -214,7 +214,7 @@ class Backward:
             for kind, message in self._messages(soon, ready):
                 self._start(ticket, kind, functools.partial(submit, message, self.channel))
             for together in whole:
-                self._start(ticket, together.kind, functools.partial(self._submit_whole, together))
+                self._start(ticket, together.kind, functools.partial(self._submit_whole, together, ready))
         if last:
             self._all_came(ready)
         self._all_started(ticket)
@@ -308,7 +308,7 @@ class Backward:
             message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
         return [(kind, message) for (kind, _), message in messages.items()]
 
-    def _submit_whole(self, whole: Whole, done: Callable[[Outcome], None]) -> None:
+    def _submit_whole(self, whole: Whole, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
         """Sends gradients that are coded as one message."""
         channel, runner = self.channel, runner_of(self.channel)
         if not self._agreements or whole.described not in runner.agreed:  # the first of a step, and new ones
@@ -328,7 +328,7 @@ class Backward:
                 message.shapes = whole.shapes(self.shapes, self.shapes_version)
 
         program = whole.program(channel.topology)
-        runner.submit(program, whole.values, message, done, begin, self._wait_for_agreement)
+        runner.submit(program, whole.values, message, done, begin, self._wait_for_agreement, ready, self._means_follow)
 
     def _agree(self, what: str) -> None:
         """Has all ranks say what they do, beside the messages."""

@@ -10,6 +10,7 @@ from ..codecs import Codec
 from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
 from ..codecs.scaled import Scaled
+from ..routes import CODING, Route
 from .coding import MessageCodec, Raw
 from .gcomp import GCompMessages
 from .generic import GenericMessages
@@ -41,6 +42,16 @@ def message_codec(codec: Codec) -> MessageCodec | None:
     if codec.name in _RAW and codec.error_memory is None:
         return _RAW[codec.name](codec)
     return _OWN.get(codec.name, GenericMessages)(codec)
+
+
+@lru_cache(maxsize=64)
+def codec_for_device(codec: Codec, route: Route) -> MessageCodec | None:
+    """The same for values on a GPU, which a route codes there or on the CPU; None: in both, or by streams alone."""
+    places = {step.where for step in route.steps if step.kind in CODING}
+    if len(places) > 1 or codec.shaped:
+        return None
+    whole = message_codec(codec)
+    return GenericMessages(codec) if places == {"gpu"} and isinstance(whole, ScaledMessages) else whole
 
 
 def fills_frames(codec: Codec) -> bool:

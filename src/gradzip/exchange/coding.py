@@ -21,7 +21,7 @@ from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
 from ..feedback import Memory
-from . import lanes
+from . import streams
 from .parts import Column, Table
 from .program import Hop
 
@@ -89,7 +89,7 @@ class Stretch(Values):
     """Memory for the parts of one owner, at their places in its frame."""
 
     def __init__(self, table: Table, owner: int, kind: torch.dtype) -> None:
-        self._flat = torch.empty(table.length(owner), dtype=kind, device=lanes.current().device)
+        self._flat = torch.empty(table.length(owner), dtype=kind, device=streams.current().device)
         super().__init__([self._flat])
 
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
@@ -245,13 +245,13 @@ class _RawCoder(Coder):
         sizes = []
         for owner, frame in zip(owners, out):
             size = table.numel(owner) * self._kind(hop).itemsize
-            lane, frame = lanes.current(), frame[:size]
-            there = lane.room(frame)
+            stream, frame = streams.current(), frame[:size]
+            there = stream.room(frame)
             parts = values.parts(table, owner)
             if parts:
                 room = there.view(self._kind(hop))
                 torch._foreach_copy_(list(room.split_with_sizes([part.numel() for part in parts])), parts)
-                lane.send_back(there, frame)
+                stream.send_back(there, frame)
             sizes.append(size)
         return sizes
 
@@ -278,9 +278,9 @@ class _RawCoder(Coder):
         if size:
             mean = self._mean(table, owner, frames, own, hop, by)
             rounded = mean if after.wide else mean.to(self.message.dtype)
-            there = lanes.current().room(out[:size])
+            there = streams.current().room(out[:size])
             there.view(self._kind(after)).copy_(rounded)
-            lanes.current().send_back(there, out[:size])
+            streams.current().send_back(there, out[:size])
         return size
 
     def _mean(self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, by: int) -> torch.Tensor:
@@ -294,7 +294,7 @@ class _RawCoder(Coder):
             elif frame.numel() < count * kind.itemsize:
                 raise Corrupt(f"a frame of {frame.numel()} bytes came where {count} x {kind} were expected")
             else:
-                term = lanes.current().there(frame)[: count * kind.itemsize].view(kind)
+                term = streams.current().there(frame)[: count * kind.itemsize].view(kind)
             total = wide(term) if total is None else total + wide(term)
         assert total is not None
-        return total / lanes.current().divisor(by) if by > 1 else total
+        return total / streams.current().divisor(by) if by > 1 else total

@@ -21,7 +21,7 @@ from ..codecs import Codec, books
 from ..codecs.gcomp import GComp, checked_floor, is_reach
 from ..engines.layout import Floor, Job
 from ..errors import Corrupt
-from . import lanes
+from . import streams
 from .coding import Coder, Frames, Message, Stretch, Values
 from .flattening import unflatten
 from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
@@ -37,7 +37,7 @@ class GCompMessages(GenericMessages):
         self._gcomp = codec
 
     def coder(self, message: Message) -> Coder:
-        if lanes.current().on_device:
+        if streams.current().on_device:
             from .gcomp_on_device import GCompOnDevice
 
             return GCompOnDevice(message, self._gcomp)

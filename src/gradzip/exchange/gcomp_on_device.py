@@ -24,7 +24,7 @@ from ..engines.cuda import pieces
 from ..engines.layout import FIXED, NEAR, blocks_offset, body_bound
 from ..engines.native import Pieces
 from ..errors import Corrupt, Truncated
-from . import lanes
+from . import streams
 from .coding import Coder, Frames, Values
 from .gcomp import GCompCoder
 from .generic import ENTRY
@@ -68,7 +68,7 @@ class GCompOnDevice(GCompCoder):
     def encode(
         self, table: Table, owners: Sequence[int], values: Values, hop: Hop, out: Sequence[torch.Tensor]
     ) -> list[int]:
-        engine, lane = self._engine, lanes.current()
+        engine, stream = self._engine, streams.current()
         if engine is None:
             return super().encode(table, owners, values, hop, out)
         each, kept = [], []
@@ -82,20 +82,20 @@ class GCompOnDevice(GCompCoder):
             return [0] * len(owners)
         bounds = body_bounds(rows["n"])
         until = bounds.cumsum()
-        bodies = torch.empty(int(until[-1]), dtype=torch.uint8, device=lane.device)
-        lane.keep(bodies)
+        bodies = torch.empty(int(until[-1]), dtype=torch.uint8, device=stream.device)
+        stream.keep(bodies)
         sources: Column = bodies.data_ptr() + until - bounds
         job = self._job(hop)
-        sizes = engine.encode(rows, sources, job, lane.device)
+        sizes = engine.encode(rows, sources, job, stream.device)
         targets, written, first = np.zeros(len(rows), np.int64), list[int](), 0
         for of_owner, room in zip(each, out):
             some = slice(first, first + len(of_owner))
             first = some.stop
             targets[some], size = self._write_heads(of_owner["n"].astype(np.int64), sizes[some], room)
             written.append(size)
-        engine.copy(sources, targets, sizes, lane.device)
+        engine.copy(sources, targets, sizes, stream.device)
         if self._feeds_back:
-            engine.round_values(rows, job, lane.device, None, unit=self._unit(hop))
+            engine.round_values(rows, job, stream.device, None, unit=self._unit(hop))
             for parts, rooms in kept:
                 self._keep_sums_lost(parts, hop, rooms)
         return written
@@ -133,7 +133,7 @@ class GCompOnDevice(GCompCoder):
         by: int,
     ) -> None:
         """Enqueues it. What the host can see of damage is raised at once, the rest by `check`, or the next encode."""
-        engine, lane = self._engine, lanes.current()
+        engine, stream = self._engine, streams.current()
         if engine is None:
             for owner, of_owner in zip(owners, frames):
                 super().decode(table, owner, of_owner, own, hop, out, by)
@@ -155,25 +155,25 @@ class GCompOnDevice(GCompCoder):
             for owner, frame in zip(owners, term):
                 count = len(table.of_owner(owner))
                 assert frame is not None
-                seen, there = self._bodies(frame, numels[at : at + count]), lane.there(frame)
-                lane.keep(there)  # only its address is used
+                seen, there = self._bodies(frame, numels[at : at + count]), stream.there(frame)
+                stream.keep(there)  # only its address is used
                 found.append(seen._replace(places=seen.places + there.data_ptr()))
                 at += count
             places, sizes, near = (np.concatenate(column) for column in zip(*found))
-            engine.decode(places, sizes, near, rows, job.shift, place > 0, lane.device)
+            engine.decode(places, sizes, near, rows, job.shift, place > 0, stream.device)
         if by > 1:
             into = [part for owner in owners for part in out.parts(table, owner)]
-            torch._foreach_div_(into, lane.divisor(by))
+            torch._foreach_div_(into, stream.divisor(by))
 
     def check(self) -> None:
         if self._engine is not None:
-            self._engine.check(lanes.current().device)
+            self._engine.check(streams.current().device)
 
     def _add_own(
         self, engine: ModuleType, table: Table, owners: Sequence[int], own: Values, hop: Hop, to: Column, add: bool
     ) -> None:
         """This rank's own values: as others decode them, or in a ring as they are."""
-        device, each, kept = lanes.current().device, list[Pieces](), []
+        device, each, kept = streams.current().device, list[Pieces](), []
         for owner in owners:
             noted = not hop.ring
             rooms = self._rooms_for_lost(table, owner, own, hop) if noted else []

@@ -20,7 +20,7 @@ from ..codecs import Codec, Context
 from ..codecs.base import wide
 from ..codecs.sparse import scatter
 from ..errors import Corrupt
-from . import lanes
+from . import streams
 from .coding import Coder, Frames, Message, MessageCodec, Values
 from .flattening import flatten, unflatten
 from .parts import Part, Table
@@ -95,21 +95,23 @@ class GenericCoder(Coder):
         return [self._encode(table, owner, values, hop, room) for owner, room in zip(owners, out)]
 
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
-        lane, count = lanes.current(), len(table.of_owner(owner))
-        there = lane.room(room)
+        stream, count = streams.current(), len(table.of_owner(owner))
+        there = stream.room(room)
         writer = FrameWriter(there, count)
         for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
             writer.add(self._encode_part(part, x, hop, writer.room)[0].numel())
         size = writer.end(room)
-        lane.send_back(there[ENTRY * count : size], room[ENTRY * count : size])
+        stream.send_back(there[ENTRY * count : size], room[ENTRY * count : size])
         return size
 
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        parts, lane = table.of_owner(owner), lanes.current()
+        parts, stream = table.of_owner(owner), streams.current()
         terms = [None if frame is None else frames_in(frame, len(parts)) for frame in frames]
-        there = [None if frame is None else frames_in(frame, len(parts), lane.there(frame)) for frame in frames]
+        there = terms
+        if stream.on_device:
+            there = [None if frame is None else frames_in(frame, len(parts), stream.there(frame)) for frame in frames]
         mine = None if own is None else own.parts(table, owner)
         for number, (part, target) in enumerate(zip(parts, out.parts(table, owner))):
             kind = torch.promote_types(target.dtype, torch.float32)
@@ -122,7 +124,7 @@ class GenericCoder(Coder):
                 term = mine[number] if hop.ring else self._as_decoded(part, mine[number], hop)
                 total.add_(term) if place else total.copy_(term)
             if by > 1:
-                total.div_(lane.divisor(by))
+                total.div_(stream.divisor(by))
             if total is not target:
                 target.copy_(total)
 

@@ -25,7 +25,7 @@ import torch
 from ..errors import CodecError, PeerError
 from ..routes import Route
 from ..spans import span
-from . import lanes
+from . import streams
 from .channel import Channel
 from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
 from .compiler import compile_route, lowered
@@ -40,6 +40,7 @@ from .program import (
     AllToAll,
     Broadcast,
     Buffer,
+    Coding,
     Communicate,
     Copy,
     Decode,
@@ -53,6 +54,9 @@ from .program import (
 from .topology import Topology
 
 CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
+# A chunk costs the host of a device much, whatever its size, and coding it hardly anything: there whole buckets overlap
+# with each other, and only frames that are long by themselves are cut (docs/log.md, "Exchange on GPUs").
+CHUNK_ON_DEVICE, TWO_FROM = 1 << 21, 1 << 20
 THREADS = 3
 IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
@@ -78,11 +82,18 @@ class Frame(NamedTuple):
 class HostProgram:
     """A message's program with all that this rank needs to run it: made once for a layout of the message."""
 
-    def __init__(self, program: Program, codec: MessageCodec, chunk: int = CHUNK, route: str | None = None) -> None:
-        """`route` is what the user calls the program's."""
+    def __init__(
+        self,
+        program: Program,
+        codec: MessageCodec,
+        chunk: int = CHUNK,
+        route: str | None = None,
+        two_from: int | None = None,
+    ) -> None:
+        """`route` is what the user calls the program's; `two_from`: see Table.chunks."""
         self.program, self.codec = program, codec
         self.words = f"{program.codec} by {route or program.route}"
-        self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable)]
+        self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable, two_from)]
 
 
 class HostMessage:
@@ -109,7 +120,9 @@ class HostMessage:
             sizes, sums = [tensor.numel() for tensor in self.values.tensors], self.codec.codes_sums
             route = Route.parse(self._route)
             program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
-            self._program = HostProgram(program, self.codec, route=self._route)
+            on_device = streams.are_needed(self.values.tensors[0].device)
+            cut = (CHUNK_ON_DEVICE, self._route, TWO_FROM) if on_device else (CHUNK, self._route, None)
+            self._program = HostProgram(program, self.codec, *cut)
         return self._program
 
 
@@ -191,7 +204,7 @@ class HostRunner:
         done: Callable[[Outcome], None],
         begin: Callable[[], None] = lambda: None,
         agreed: Callable[[], None] = lambda: None,
-        ready: lanes.Mark = None,
+        ready: streams.Mark = None,
         enqueued: Callable[[], None] = lambda: None,
     ) -> None:
         """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads.
@@ -199,7 +212,15 @@ class HostRunner:
         `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
         all ranks send the same. Values on a device are there when `ready` is.
         """
-        kind = _run_on(values.tensors[0].device)
+        kind, device = Run, values.tensors[0].device
+        if streams.are_needed(device):
+            from .from_device import DeviceRun, Offloaded
+
+            if codes_on_host(prepared.program):
+                offloaded = Offloaded(values, message, ready, begin, done, enqueued)
+                values, begin, done = offloaded.values, offloaded.fetch, offloaded.put_back
+            else:
+                kind = DeviceRun
 
         def ended(outcome: Outcome) -> None:
             with self._changed:
@@ -250,7 +271,7 @@ class HostRunner:
             while (run := self._queues[number].get()) is not None:
                 if number == 0:
                     self._free.acquire()  # ranks take chunks in the same order: one of those in flight will end
-                with run.lane():
+                with run.stream():
                     try:
                         over = run.go_on()
                         while not over and number == THREADS - 1:
@@ -267,13 +288,9 @@ class HostRunner:
                         self._queues[number + 1].put(run)
 
 
-def _run_on(device: torch.device) -> type[Run]:
-    """What carries chunks of messages there."""
-    if not lanes.are_needed(device):
-        return Run
-    from .on_lanes import DeviceRun
-
-    return DeviceRun
+def codes_on_host(program: Program) -> bool:
+    """Whether its route wants all coding on the CPU; one that names no device is coded where the values are."""
+    return {step.device for step in program.steps if isinstance(step, Coding)} == {"cpu"}
 
 
 def runner_of(channel: Channel) -> HostRunner:
@@ -289,7 +306,7 @@ def runner_of(channel: Channel) -> HostRunner:
 class Run:
     """One chunk in one step, on this rank."""
 
-    def __init__(self, channel: Channel, sent: Sent, chunk: Chunk, number: int, ready: lanes.Mark = None) -> None:
+    def __init__(self, channel: Channel, sent: Sent, chunk: Chunk, number: int, ready: streams.Mark = None) -> None:
         self.sent, self._channel, self._chunk = sent, channel, chunk
         self._program, self._rank = chunk.program, channel.rank
         self._number, self._stage = number, 0
@@ -335,9 +352,9 @@ class Run:
             self.sent.outcome.coding += time.perf_counter() - arrived
         return over
 
-    def lane(self) -> lanes.Lane:
+    def stream(self) -> streams.Stream:
         """What the thread that goes on with it works on."""
-        return lanes.HOST
+        return streams.HOST
 
     def _wait(self, pending: Pending) -> None:
         pending.wait()
@@ -581,7 +598,7 @@ class Run:
         return buffer[:size]
 
     def _nothing(self, buffer: Buffer) -> Values:
-        kind, device = self._kind(buffer), lanes.current().device
+        kind, device = self._kind(buffer), streams.current().device
         return Values([torch.empty(size, dtype=kind, device=device) for size in self._program.sizes])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,18 +102,25 @@ class Table:
         """Elements that the owner adds up."""
         return sum(part.numel for part in self.of_owner(owner))
 
-    def chunks(self, values: int, cuts: bool = True) -> list[Table]:
+    def chunks(self, values: int, cuts: bool = True, two_from: int | None = None) -> list[Table]:
         """Cuts every owner's frame into equally many frames of about so many values; at least one.
 
         Each chunk is a table of its own. A part is cut at multiples of 4096 of its elements; without `cuts` it stays
-        whole.
+        whole. One or two chunks of at least `two_from` values become two, of which the second is shorter: nothing hides
+        what is done to it in the end.
         """
-        count = max(1, round(max(map(self.length, range(self.owners)), default=0) / max(values, 1)))
-        if count == 1:
+        longest = max(map(self.length, range(self.owners)), default=0)
+        count = max(1, round(longest / max(values, 1)))
+        ends = [(chunk + 1, count) for chunk in range(count)]  # shares of a frame, as fractions
+        if two_from is not None and count <= 2 and cuts:
+            ends = [(3, 5), (1, 1)] if longest >= two_from else [(1, 1)]
+        if len(ends) == 1:
             return [self]
-        pieces: list[list[list[_Range]]] = [[[] for _ in range(self.owners)] for _ in range(count)]
+        pieces: list[list[list[_Range]]] = [[[] for _ in range(self.owners)] for _ in ends]
         for owner in range(self.owners):
-            for chunk, piece in _cut(self.of_owner(owner), self.length(owner), count, cuts):
+            length = self.length(owner)
+            places = [-(-length * share // whole) for share, whole in ends]
+            for chunk, piece in _cut(self.of_owner(owner), places, cuts):
                 pieces[chunk][owner].append(piece)
         tables = (
             Table(self.names, self.sizes, self.owners, tuple(_placed(ranges)), self.dealt)
@@ -189,16 +197,16 @@ def _placed(shares: Sequence[Sequence[_Range]]) -> Iterator[Part]:
             place = _aligned(place + stop - start)
 
 
-def _cut(parts: Sequence[Part], length: int, count: int, cuts: bool) -> Iterator[tuple[int, _Range]]:
-    """The parts of a frame, cut near each count-th of its length; with the number of the chunk."""
+def _cut(parts: Sequence[Part], ends: Sequence[int], cuts: bool) -> Iterator[tuple[int, _Range]]:
+    """The parts of a frame, cut near the ends of chunks; with the number of the chunk."""
     for part in parts:
         start = part.start
         while start < part.stop:
             at = part.place + start - part.start
-            chunk = min(at * count // max(length, 1), count - 1)
-            end = math.ceil((chunk + 1) * length / count) - part.place  # of this chunk, in elements of the part
+            chunk = min(bisect_right(ends, at), len(ends) - 1)
+            end = ends[chunk] - part.place  # of this chunk, in elements of the part
             stop = part.stop
-            if cuts and chunk < count - 1:
+            if cuts and chunk < len(ends) - 1:
                 stop = min(stop, part.start + max(math.ceil(end / CUT), (start - part.start) // CUT + 1) * CUT)
             yield chunk, _Range(part.tensor, start, stop)
             start = stop

@@ -260,16 +260,16 @@ class Program:
         """The encode that made the frames in a buffer."""
         return self._hops[buffer]
 
-    def chunked(self, values: int, cuts: bool = True) -> list[Program]:
+    def chunked(self, values: int, cuts: bool = True, two_from: int | None = None) -> list[Program]:
         """Programs for parts of the message, with frames of about so many values, that together are this one.
 
-        A message that is dealt out twice stays whole; without `cuts` no part is cut.
+        A message that is dealt out twice stays whole; without `cuts` no part is cut; `two_from`: see Table.chunks.
         """
         groups = {step.group for step in self.steps if isinstance(step, Communicate)}
         if groups != {"flat"}:
             return [self]
         whole = Table.of(self.names, self.sizes, [self.world])
-        return [replace(self, chunk=table) for table in whole.chunks(values, cuts)]
+        return [replace(self, chunk=table) for table in whole.chunks(values, cuts, two_from)]
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from ..collectives import transports
 from ..collectives.message import FACTORS
 from ..errors import Unsupported
 from ..exchange import factors_on_device, on_stream
@@ -15,6 +16,14 @@ from ..gradients import PLAIN, Way
 from ..routes import NAMED
 
 STREAM, HOST = "stream", "host"
+
+# Whether the host runner carries gradients of models on GPUs, in the place of collectives/. It has run on emulated
+# kernels alone. To turn it on takes an NVIDIA GPU: `pytest -m gpu tests/test_from_device_gpu.py` must pass, under
+# compute-sanitizer too, and `bench/exchange_gpu.py --host-runner both` must show steps no longer than by collectives/,
+# with replicas identical. Goals for four ranks that share an H200 at 10 Gbit/s, keep=7, as `bound` there:
+# 1.15 on ResNet-18, 1.05 on ResNet-50, 1.0 on GPT-2; cpu_ms of at most 8 on ResNet-50.
+ON_HOST_RUNNER_FROM_GPU = False
+
 _FLAT = {
     "allreduce",
     "alltoall",
@@ -28,6 +37,13 @@ _FLAT = {
 # its buckets. For powersgd: ResNet-50 in 50 ms and GPT-2 in 70 ms at 10 Gbit/s.
 RUN_ON_GPUS = {"noise", "int8", "int4", "fp8", "cast", "identity"}
 LEARNS = "a policy that learns"
+
+
+def carries_from(device: torch.device, group: dist.ProcessGroup, transport: str | None) -> bool:
+    """Whether the host runner may carry gradients that lie there; by NCCL they go in collectives/."""
+    if device.type == "cpu":
+        return True
+    return ON_HOST_RUNNER_FROM_GPU and transports.choose(transport, group, device) != transports.NCCL
 
 
 def choose(

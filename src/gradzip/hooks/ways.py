@@ -18,7 +18,8 @@ from ..codecs.gcomp import GComp
 from ..collectives import route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
-from ..exchange.codecs import message_codec
+from ..exchange.codecs import codec_for_device, message_codec
+from ..exchange.coding import MessageCodec
 from ..exchange.flattening import flatten
 from ..exchange.topology import Topology
 from ..feedback import clean_name
@@ -75,9 +76,10 @@ class Ways:
         optimizers: Sequence[torch.optim.Optimizer],
         topology: Topology,
         sparse: Set[torch.Tensor] = frozenset(),
+        from_device: bool = True,
     ) -> None:
-        """`sparse`: parameters whose gradients torch averages itself."""
-        self._sparse = sparse
+        """`sparse`: parameters whose gradients torch averages itself; `from_device`: see runners.carries_from."""
+        self._sparse, self._from_device = sparse, from_device
         self._names, self._device, self._optimizers, self._topology = names, device, optimizers, topology
         self._grids = [sensitivity.Grids(optimizer) for optimizer in optimizers]
         self._policy: Policy | None = None  # that the last answers are of
@@ -173,10 +175,13 @@ class Ways:
         route = self._route(codec, option)
         late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
         # Codecs whose frames can be added up without decoding them go by torch's sums: collectives/message.py.
-        whole = not late and (Route.parse(route).compresses or codec.lossless)
-        if self._device.type != "cpu" and not codec.shaped:
-            whole = False
-        return Way(codec, route, late, None, message_codec(codec) if whole else None)
+        whole: MessageCodec | None = None
+        if not late and (Route.parse(route).compresses or codec.lossless):
+            if self._device.type == "cpu" or codec.shaped:  # shaped codecs of GPUs go on streams
+                whole = message_codec(codec)
+            elif self._from_device:
+                whole = codec_for_device(codec, Route.parse(route))
+        return Way(codec, route, late, None, whole)
 
     def _route(self, codec: Codec, option: Option) -> str:
         route = route_of(codec, option.route, self._topology.default_route)

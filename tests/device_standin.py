@@ -1,7 +1,7 @@
-"""Stands in for a GPU beside Gloo: emulated kernels, and lanes on which all is as late as it may be.
+"""Stands in for a GPU beside Gloo: emulated kernels, and streams on which all is as late as it may be.
 
-What goes to the host's memory arrives when a lane is waited for, what leaves it must not change until then, and buffers
-that were handed back hold something else at once.
+What goes to the host's memory arrives when a stream is waited for, what leaves it must not change until then, and
+buffers that were handed back hold something else at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from gradzip import engines
 from gradzip.engines.cuda import launch, pieces
-from gradzip.exchange import lanes
+from gradzip.exchange import streams
 from gradzip.exchange.buffers import Buffers
 
 _SPOILT = 0xA5
@@ -21,7 +21,7 @@ _copy = pieces.copy
 overwritten: list[str] = []  # what was read too late on a real device
 
 
-class LateLane(lanes.DeviceLane):
+class LateStream(streams.DeviceStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._late: list[Any] = []
@@ -49,9 +49,9 @@ class LateLane(lanes.DeviceLane):
 
 
 def _copied(*arguments: Any) -> None:
-    lane = lanes.current()
-    assert isinstance(lane, LateLane)
-    lane.copy(*arguments)
+    stream = streams.current()
+    assert isinstance(stream, LateStream)
+    stream.copy(*arguments)
 
 
 def install() -> None:
@@ -59,8 +59,8 @@ def install() -> None:
     emulated.install()
     launch.load_once.cache_clear()
     engines._override = "cuda"
-    lanes.are_needed = lambda device: True
-    lanes.make = LateLane
+    streams.are_needed = lambda device: True
+    streams.make = LateStream
     pieces.copy = _copied
     give = Buffers.give
 

@@ -1,13 +1,12 @@
-"""Lanes: the order in which one thread has a device work, and when memory may be used again.
+"""Streams that belong to one thread each: the order in which a device works, and when memory may be used again.
 
-A lane is a stream that belongs to one thread. What it does follows what it was told to come after. Three rules keep
-memory safe, since torch gives memory back to the stream that allocated it, whoever still reads there:
+Three rules keep memory safe, since torch gives memory back to the stream that allocated it, whoever still reads there:
 
-    what is allocated on a lane is used on that lane alone, or lives until its chunk has been waited for
+    what is allocated on a stream is used on that stream alone, or lives until its chunk has been waited for
     what the host reads or sends, it reads after `wait`
     buffers of the host go back to their pool after `wait`
 
-`HOST` is the lane of the CPU: all is done at once, and nothing is copied.
+`HOST` stands for the CPU: all is done at once, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 Mark = torch.cuda.Event | None
 
 
-class Lane:
+class Stream:
     """The CPU's, where values and frames lie in the same memory."""
 
     on_device = False
@@ -29,15 +28,15 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __enter__(self) -> Lane:
-        """From now on, what this thread does is done on this lane."""
+    def __enter__(self) -> Stream:
+        """From now on, what this thread does is done on this stream."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         pass
 
     def after(self, mark: Mark) -> None:
-        """What follows on this lane waits for a mark of another one."""
+        """What follows on this stream waits for a mark of another one."""
 
     def mark(self) -> Mark:
         """What was enqueued so far."""
@@ -68,7 +67,7 @@ class Lane:
         return by
 
 
-class DeviceLane(Lane):
+class DeviceStream(Stream):
     """One on a GPU, or on what stands in for it."""
 
     on_device = True
@@ -79,9 +78,9 @@ class DeviceLane(Lane):
         self._landed: dict[int, torch.Tensor] = {}  # by the address of what came
         self._divisors: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
-        self._entered: list[tuple[Lane, AbstractContextManager[object]]] = []
+        self._entered: list[tuple[Stream, AbstractContextManager[object]]] = []
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> Stream:
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         self._entered.append((_of_thread.current, stream))
         _of_thread.current = self
@@ -131,34 +130,34 @@ class DeviceLane(Lane):
         return self._divisors[by]
 
 
-HOST = Lane(torch.device("cpu"))
+HOST = Stream(torch.device("cpu"))
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.current: Lane = HOST
-        self.own: dict[torch.device, Lane] = {}
+        self.current: Stream = HOST
+        self.own: dict[torch.device, Stream] = {}
 
 
 _of_thread = _OfThread()
 
 
-def current() -> Lane:
-    """The lane that this thread works on."""
+def current() -> Stream:
+    """The stream that this thread works on."""
     return _of_thread.current
 
 
 def are_needed(device: torch.device) -> bool:
-    """Whether values there are coded on lanes of the device."""
+    """Whether values there are coded on streams of the device."""
     return device.type == "cuda"
 
 
-def make(device: torch.device) -> Lane:
-    return DeviceLane(device)
+def make(device: torch.device) -> Stream:
+    return DeviceStream(device)
 
 
-def own(device: torch.device) -> Lane:
-    """This thread's lane on a device."""
+def own(device: torch.device) -> Stream:
+    """This thread's stream on a device."""
     if device not in _of_thread.own:
         _of_thread.own[device] = make(device)
     return _of_thread.own[device]

@@ -1,0 +1,134 @@
+"""Chunks of messages on a device, for the host runner: values stay there, frames travel from pinned memory.
+
+Threads, chunks and connections are those of on_host.py, and so are frames and sums. Each thread has a stream
+on the device (streams.py). It waits for the device where sizes and frames are needed, before they are sent, and once at
+the end of a chunk, when DDP may have its bucket already. What comes is brought to the device while other data is under
+way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import CodecError
+from . import on_host, streams
+from .channel import Channel
+from .coding import Message, Values
+from .flattening import unflatten
+from .gloo import Pending
+from .outcome import Outcome
+from .program import Communicate, Decode, Recode, Step
+
+
+class DeviceRun(on_host.Run):
+    """One chunk in one step, on this rank's device."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        sent: on_host.Sent,
+        chunk: on_host.Chunk,
+        number: int,
+        ready: streams.Mark = None,
+    ) -> None:
+        super().__init__(channel, sent, chunk, number)
+        self._before = ready  # what has to be done before this chunk goes on
+        self._last: Decode | None = None
+
+    def stream(self) -> streams.Stream:
+        return streams.own(self._channel.device)
+
+    def go_on(self) -> bool:
+        stream = streams.current()
+        stream.after(self._before)
+        over = super().go_on()
+        self._before = stream.mark()
+        return over
+
+    def _wait(self, pending: Pending) -> None:
+        pending.wait(self._arrived)
+
+    def _arrived(self, rank: int, data: torch.Tensor) -> None:
+        """Brings frames to the device while others are under way. Nobody looks at them before all ranks agree."""
+        buffer, bounds = self._expected[rank]
+        for frame in self._unpacked(buffer, bounds, rank):
+            streams.current().land(frame.data)
+
+    def _communicate(self, step: Communicate) -> None:
+        streams.current().wait()  # frames are in the host's memory then
+        super()._communicate(step)
+
+    def _do(self, step: Step) -> None:
+        super()._do(step)
+        if isinstance(step, Decode):
+            self._last = step
+
+    def _recode(self, step: Recode) -> None:
+        try:
+            super()._recode(step)
+        except CodecError as error:  # found by the encode, which is the first to wait for what was decoded
+            table = self._program.table(self._rank, self._buffer(step.source))
+            raise self._blamed(step, table, self._owners(step), error) from error
+
+    def _end(self) -> None:
+        """Waits for the device, as buffers are handed back next; DDP goes on behind the means meanwhile."""
+        with self.sent.lock:
+            is_last = self.sent.left == 1
+        if is_last:
+            self.sent.enqueued()
+        streams.current().wait()
+        try:
+            if self.sent.coder is not None:
+                self.sent.coder.check()
+        except CodecError as error:
+            if self._last is None:
+                raise
+            table = self._program.table(self._rank, self._buffer(self._last.source))
+            raise self._blamed(self._last, table, self._owners(self._last), error) from error
+
+
+class Offloaded:
+    """A message on a device whose route codes on the CPU: it goes to pinned memory first, and back in the end."""
+
+    def __init__(
+        self,
+        values: Values,
+        message: Message,
+        ready: streams.Mark,
+        begin: Callable[[], None],
+        done: Callable[[Outcome], None],
+        enqueued: Callable[[], None],
+    ) -> None:
+        self._device_values, self._message, self._ready = values, message, ready
+        self._begin, self._done, self._enqueued = begin, done, enqueued
+        self._device = values.tensors[0].device
+        if "on host" not in values.kept:
+            pinned = self._device.type == "cuda"
+            flat = [torch.empty(x.numel(), dtype=x.dtype, pin_memory=pinned) for x in values.tensors]
+            shaped = [unflatten(x, like) for x, like in zip(flat, values.shaped)]
+            values.kept["on host"] = Values(flat, shaped=shaped)
+        self.values: Values = values.kept["on host"]
+
+    def fetch(self) -> None:
+        """Before the first encode, on the thread that does it."""
+        self._begin()
+        with streams.own(self._device) as stream:
+            stream.after(self._ready)
+            for source, target in zip(self._device_values.tensors, self.values.tensors):
+                stream.send_back(source, target)
+            stream.wait()
+        floors = self._message.floors
+        self._message.floors = [None if floor is None else floor.to(torch.device("cpu")) for floor in floors]
+
+    def put_back(self, outcome: Outcome) -> None:
+        if outcome.error is None:
+            with streams.own(self._device) as stream:
+                for source, target in zip(self.values.tensors, self._device_values.tensors):
+                    target.copy_(source, non_blocking=True)
+                self._enqueued()
+                stream.wait()
+                self._done(outcome)
+                return
+        self._done(outcome)

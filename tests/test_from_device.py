@@ -1,0 +1,230 @@
+"""The host runner with values on a device: the interpreter's bits, whatever is late, and no buffer used too long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import device_standin
+import emulated
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import gradient, same_bits
+from ranks import run_ranks
+from test_on_host import connect
+from training import same, start
+
+from gradzip.codecs import parse
+from gradzip.engines.layout import Floor
+from gradzip.exchange.codecs import codec_for_device
+from gradzip.exchange.coding import Message, Values
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.on_host import HostProgram, runner_of
+from gradzip.exchange.outcome import Outcome
+from gradzip.feedback import Memory
+from gradzip.routes import NAMED, Route
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+SIZES = [3, 5000, 0, 1, 700, 9001, *(130 + i for i in range(20))]
+NAMES = [f"t{i}" for i in range(len(SIZES))]
+STEPS = 3
+
+
+def drawn(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [gradient(n, 1000 * step + 100 * rank + i, dtype) for i, n in enumerate(SIZES)]
+
+
+def floors_for(codec: str, first: int, last: int) -> list[Any]:
+    """Where the codec asks for some: grids that keep part of each value."""
+    if getattr(parse(codec), "mode", "") != "near":
+        return []
+    return [Floor(gradient(n, 5) * 0.1, gradient(n, 6).square() * 1e-8, -150, -75, -4) for n in SIZES[first:last]]
+
+
+def message_of(
+    codec: str, cut: tuple[int, int], rank: int, world: int, step: int, memory: Memory, **how: Any
+) -> Message:
+    first, last = cut
+    grids = [floor.to(torch.device(how.get("device", "cpu"))) for floor in floors_for(codec, first, last)]
+    return Message(NAMES[first:last], how["dtype"], rank, world, step, memory=memory, floors=grids)
+
+
+class Interpreted:
+    """All ranks in one process, with what they remember."""
+
+    def __init__(self, codec: str, route: str, topology: Any, dtype: torch.dtype) -> None:
+        self.codec, self.dtype, self.world = codec, dtype, topology_size(topology)
+        self.memories = [Memory(rank) for rank in range(self.world)]
+        self.whole = codec_for_device(parse(codec), Route.parse(route))
+        assert self.whole is not None
+        args = self.whole.text, Route.parse(route), NAMES, SIZES, dtype, topology, self.whole.codes_sums
+        self.program = compile_route(*args)
+
+    def step(self, step: int) -> list[list[torch.Tensor]]:
+        everybody = [drawn(step, rank, self.dtype) for rank in range(self.world)]
+        messages = [
+            message_of(self.codec, (0, len(SIZES)), rank, self.world, step, self.memories[rank], dtype=self.dtype)
+            for rank in range(self.world)
+        ]
+        assert self.whole is not None
+        means = Interpreter(self.program, self.whole, messages).run(everybody)
+        for memory in self.memories:
+            memory.commit()
+        return means
+
+
+def topology_size(topology: Any) -> int:
+    return sum(map(len, topology.hosts))
+
+
+def exchanged(
+    rank: int, cases: Sequence[tuple[str, str, torch.dtype]], per_host: int, chunk: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """What differs from the interpreter, which goes first: it has the engines of the CPU."""
+    channel, world, expected = connect(per_host, device), dist.get_world_size(), []
+    for codec, route, dtype in cases:
+        interpreted = Interpreted(codec, route, channel.topology, dtype)
+        expected.append([interpreted.step(step)[rank] for step in range(STEPS)])
+    if device == "cpu":
+        device_standin.install()
+    wrong = []
+    for (codec, route, dtype), means in zip(cases, expected):
+        whole = codec_for_device(parse(codec), Route.parse(route))
+        assert whole is not None
+        for cuts in ([0, len(SIZES)], [0, 2, 6, len(SIZES)]):
+            memory, kept = Memory(rank), [torch.empty(n, dtype=dtype, device=device) for n in SIZES]
+            parts = []
+            for cut in itertools.pairwise(cuts):
+                sizes, names = SIZES[slice(*cut)], NAMES[slice(*cut)]
+                args = whole.text, Route.parse(route), names, sizes, dtype, channel.topology, whole.codes_sums
+                program = HostProgram(compile_route(*args), whole, chunk, None, chunk // 2)
+                parts.append((cut, program, Values(kept[slice(*cut)])))
+            for step in range(STEPS):
+                torch._foreach_copy_(kept, drawn(step, rank, dtype))
+                outcomes = SimpleQueue[Outcome]()
+                ready = torch.cuda.current_stream().record_event() if device == "cuda" else None
+                for cut, program, values in parts:
+                    message = message_of(codec, cut, rank, world, step, memory, dtype=dtype, device=device)
+                    runner_of(channel).submit(program, values, message, outcomes.put, ready=ready)
+                for _ in parts:
+                    error = outcomes.get(timeout=120).error
+                    if error is not None:
+                        raise error
+                memory.commit()
+                found = [x.cpu() for x in kept]
+                if not all(map(same_bits, found, means[step])):
+                    which = [n for n, a, b in zip(NAMES, found, means[step]) if not same_bits(a, b)]
+                    wrong.append(f"{codec} by {route}, {dtype}, {cuts}, step {step}: {which[:4]}")
+    return {"wrong": wrong, "overwritten": device_standin.overwritten}
+
+
+def check(world: int, codecs: Sequence[str], routes: Sequence[str], *, dtype: torch.dtype = torch.float32) -> None:
+    cases = [(codec, route, dtype) for codec in codecs for route in routes]
+    for found in run_ranks(world, exchanged, cases, 2 if world == 4 else 1, 2000, deadline=1500):
+        assert found["wrong"] == []
+        assert found["overwritten"] == []
+
+
+def on_gpu(name: str) -> str:
+    return str(NAMED[name].on("gpu"))
+
+
+GPU_ALL_TO_ALL = on_gpu("alltoall")
+GENERIC = ["identity", "cast", "topk:ratio=0.1", "sign", "qsgd:bits=4", "zlib", "threshold:value=0.5", "int8"]
+GCOMP = ["gcomp:mode=lossless", "gcomp:keep=7", "gcomp:keep=3", "gcomp:mode=near", "gcomp:mode=lossless,book=shared"]
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("codec", GCOMP)
+def test_gcomp_has_the_bits_of_the_interpreter(codec: str) -> None:
+    check(3, [codec], [GPU_ALL_TO_ALL])
+
+
+@pytest.mark.timeout(1600)
+def test_near_mode_with_residuals_and_own_gradients_lossless_has_them_too() -> None:
+    check(2, ["gcomp:ulps=4096", "gcomp:own=lossless"], [GPU_ALL_TO_ALL])
+
+
+@pytest.mark.timeout(1600)
+def test_other_codecs_have_them_too() -> None:
+    check(2, GENERIC, [GPU_ALL_TO_ALL])
+
+
+@pytest.mark.timeout(1600)
+def test_gradients_of_16_bits_have_them_too() -> None:
+    check(2, ["gcomp:mode=lossless", "identity", "zlib"], [GPU_ALL_TO_ALL], dtype=torch.bfloat16)
+
+
+@pytest.mark.timeout(1600)
+def test_routes_have_them_too() -> None:
+    routes = [name for name in NAMED if name != "alltoall"]
+    check(4, ["gcomp:keep=7"], [on_gpu(name) if NAMED[name].compresses else name for name in routes])
+
+
+@pytest.mark.timeout(1600)
+def test_routes_that_code_on_the_cpu_have_them_too() -> None:
+    check(3, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
+
+
+# --- By attach -------------------------------------------------------------------------------------------------------
+
+
+def attached(rank: int, policies: Sequence[str]) -> dict[str, bool]:
+    """The same training with and without the stand-in, where DDP makes several buckets."""
+    means: dict[str, Any] = {}
+    for policy in policies:
+        run = start(policy)
+        run.train(0, 4)
+        means[policy] = run.parameters()
+    device_standin.install()
+    found = {}
+    for policy in policies:
+        run = start(policy)
+        run.train(0, 4)
+        found[policy] = same(run.parameters(), means[policy])
+        assert run.handle is not None
+        assert run.handle.stats()["runner"] == "host"
+    assert device_standin.overwritten == []
+    return found
+
+
+@pytest.mark.timeout(1600)
+def test_attach_trains_as_without_a_device() -> None:
+    policies = ["gcomp", "gcomp:keep=3", "gcomp:mode=lossless,book=shared,refresh=3", "topk:ratio=0.1"]
+    for found in run_ranks(2, attached, policies, deadline=1500):
+        assert found == dict.fromkeys(policies, True)
+
+
+# --- What fails ------------------------------------------------------------------------------------------------------
+
+
+def damaged(rank: int) -> str:
+    """Rank 1 damages what it sends behind the headers, which only the device looks at."""
+    device_standin.install()
+    channel, route = connect(1), Route.parse(GPU_ALL_TO_ALL)
+    whole = codec_for_device(parse("gcomp:mode=lossless"), route)
+    assert whole is not None
+    program = compile_route(whole.text, route, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
+    send = channel.gloo.send
+
+    def spoilt(parts: Any, into: Any, tag: int) -> Any:
+        for _, data in parts if rank == 1 else ():
+            data[100:140] ^= 0x55
+        return send(parts, into, tag)
+
+    channel.gloo.send = spoilt  # type: ignore[method-assign]
+    outcomes = SimpleQueue[Outcome]()
+    message = Message(["x"], torch.float32, rank, 2)
+    runner_of(channel).submit(HostProgram(program, whole), Values([gradient(40_000, rank)]), message, outcomes.put)
+    return str(outcomes.get(timeout=120).error)
+
+
+@pytest.mark.timeout(1600)
+def test_a_damaged_body_names_the_rank_that_sent_it() -> None:
+    for said in run_ranks(2, damaged, deadline=1500):
+        assert "rank 1 sent a frame of gcomp:mode=lossless" in said
+        assert "damaged" in said

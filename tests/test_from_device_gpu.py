@@ -1,0 +1,109 @@
+"""The host runner with models on a GPU: what test_from_device.py checks on emulated kernels, on real ones.
+
+Run these, and bench/exchange_gpu.py with --host-runner both, before hooks/runners.py lets it carry models on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import test_from_device
+import torch
+from ranks import TIMEOUT, run_ranks
+from test_from_device import GCOMP, GENERIC, GPU_ALL_TO_ALL, exchanged, on_gpu
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import same
+
+import gradzip
+from gradzip.exchange import streams
+from gradzip.hooks import runners
+from gradzip.routes import NAMED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+CYCLES = 20_000_000  # about 10 ms
+
+
+def check(world: int, codecs: Sequence[str], routes: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
+    cases = [(codec, route, dtype) for codec in codecs for route in routes]
+    for found in run_ranks(world, exchanged, cases, 2 if world == 4 else 1, 2000, "cuda", deadline=800):
+        assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("codec", [*GCOMP, "gcomp:ulps=4096", "gcomp:own=lossless"])
+def test_gcomp_has_the_bits_of_the_interpreter(codec: str) -> None:
+    check(3, [codec], [GPU_ALL_TO_ALL])
+
+
+@pytest.mark.parametrize("codec", [*GENERIC, "dgc:ratio=0.1", "zstd", "lz4"])
+def test_other_codecs_have_them_too(codec: str) -> None:
+    check(2, [codec], [GPU_ALL_TO_ALL])
+
+
+def test_gradients_of_16_bits_have_them_too() -> None:
+    check(2, ["gcomp:mode=lossless", "identity", "zlib"], [GPU_ALL_TO_ALL], torch.bfloat16)
+
+
+def test_routes_have_them_too() -> None:
+    check(4, ["gcomp:keep=7"], [on_gpu(name) if NAMED[name].compresses else name for name in NAMED])
+
+
+def test_routes_that_code_on_the_cpu_have_them_too() -> None:
+    check(3, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
+
+
+def delayed(rank: int, cases: Any) -> dict[str, Any]:
+    """Every stream is late: memory that is used again too early shows."""
+    after = streams.DeviceStream.after
+
+    def late(self: streams.DeviceStream, mark: streams.Mark) -> None:
+        after(self, mark)
+        torch.cuda._sleep(CYCLES * (1 + (rank + id(self) // 64) % 3))  # type: ignore[no-untyped-call]
+
+    streams.DeviceStream.after = late  # type: ignore[method-assign]
+    test_from_device.STEPS = 6
+    return exchanged(rank, cases, 1, 2000, "cuda")
+
+
+@pytest.mark.parametrize("codec", ["gcomp:keep=7", "gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1", "sign"])
+def test_kernels_that_are_late_change_nothing(codec: str) -> None:
+    for found in run_ranks(2, delayed, [(codec, GPU_ALL_TO_ALL, torch.float32)], deadline=800):
+        assert found["wrong"] == []
+
+
+# --- By attach -------------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
+    """By the host runner, or by collectives/."""
+    runners.ON_HOST_RUNNER_FROM_GPU = on
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)).cuda()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = gradzip.attach(model, optimizer, policy, timeout=TIMEOUT)
+    losses = []
+    for number in range(12):
+        draw = torch.Generator().manual_seed(100 * number + rank)
+        optimizer.zero_grad()
+        loss = model(torch.randn(32, 128, generator=draw).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    stats = handle.stats()
+    handle.detach()
+    return {"losses": losses, "parameters": [p.detach().cpu() for p in net.parameters()], "runner": stats["runner"]}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("policy", ["gcomp:mode=lossless", "gcomp:keep=7", "gcomp", "topk:ratio=0.1", "gcomp:keep=3"])
+def test_attach_trains_as_by_collectives_with_identical_replicas(policy: str, backend: str) -> None:
+    today, new = (run_ranks(4, trained, policy, on, backend, deadline=400, backend=backend) for on in (False, True))
+    for found in new:
+        assert found["runner"] == "host"
+        assert same(found["parameters"], new[0]["parameters"])
+    assert today[0]["runner"] == ""
+    assert new[0]["losses"] == pytest.approx(today[0]["losses"], rel=2e-2)
