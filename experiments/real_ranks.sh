@@ -12,7 +12,7 @@
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
 #     resnet10, resnet1: ResNet-50 with each policy, for docs/wall.svg       10 and 1 Gbit/s
 #     scaling     GComp's Figures 16 and 17: an all-reduce of 2, 4 and 8 ranks, RATE=1 as above
-#     routes      ResNet-50 on 2 hosts of 2 ranks by routes inside and between hosts, and what the planner predicts
+#     routes      ResNet-50 on 2 hosts of 2 ranks by routes inside and between hosts, and what the planner predicts (wall/routes.txt)
 #
 # Without PART: all, in an order in which each finds what it needs. Rows that are there already are not run again
 # (but for allreduce-*, which append), so it may be broken off and called again; a part that fails does not keep the others from
@@ -102,14 +102,14 @@ run() {
                 --codecs "${CODECS:-gcomp:mode=paper;gcomp;noise;gcomp:mode=lossless;gcomp:keep=7}" || return
         done
         ;;
-    routes)
+    routes) ( # what changes here is for this part alone
         EMULATE="${EMULATE:---gpu-share} --ranks-per-host 2"
         ranks 2 10 "$python" -m gradzip profile --steps 14 --inter 10gbit --out "$plans/routes.json" --codec gcomp:keep=7 -- \
             "$python" "$here/real_ranks.py" --data "$data" $options --task resnet50-cifar --policies plain --csv /dev/null &&
-            "$python" -m gradzip plan "$plans/routes.json" --codec gcomp:keep=7 --out "$plans/hosts.json" &&
+            "$python" -m gradzip plan "$plans/routes.json" --codec gcomp:keep=7 --out "$plans/hosts.json" >"$out/wall/routes.txt" &&
             train 2 10 --task resnet50-cifar --seconds "${ROUTES_SECONDS:-6}" --csv "$out/wall/routes.csv" --plans "$plans" --policies \
                 'plain;torch bf16;gcomp:keep=7/alltoall;gcomp:keep=7/hierarchical;gcomp:keep=7/hierarchical_ring;gcomp:keep=7/hierarchical_allgather;noise;plan hosts'
-        ;;
+    ) ;;
     *)
         echo "unknown part $1" >&2
         return 2

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ FILES = (
     *("gcomp/results.csv", "gcomp/rates.csv", "gcomp/stale.csv", "gcomp/times.csv", "gcomp/allreduce.csv"),
     *("gcomp/scaling.csv", "gpt/results.csv", "wall/results.csv", "wall/routes.csv"),
 )
+TEXTS = ("wall/routes.txt",)  # what the planner predicts, beside wall/routes.csv
 SIDE_BY_SIDE = 2  # long runs at once: they fill a GPU, and end early enough to be worth something
 ENDING = 15.0  # seconds of a call that are left for writing what came
 
@@ -204,6 +206,14 @@ def give(state: Path, out: Path, taken: Path = HERE) -> None:
         if fresh:
             (out / name).unlink(missing_ok=True)
             series.append(out / name, fresh, tuple(fields))
+    copy_texts(state, out)
+
+
+def copy_texts(source: Path, target: Path) -> None:
+    for name in TEXTS:
+        if (source / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_text((source / name).read_text())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -214,6 +224,8 @@ def run(options: argparse.Namespace) -> int:
     environment = os.environ | {"OUT": str(options.state), "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     for item in QUEUE:
+        if not re.search(options.only, item.name):
+            continue
         left, seconds = item.left(options.state), deadline - time.monotonic()
         if left.done == left.total or seconds < series.SHORTEST:
             continue
@@ -294,6 +306,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run what comes next")
     parser.add_argument("--seconds", type=float, default=570.0, help="of this call")
     parser.add_argument("--later", type=float, default=0.0, help="seconds of further calls with the same --state")
+    parser.add_argument("--only", default="", help="items whose name matches this expression, as while data is missing")
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder that workers/data.py describes")
     parser.add_argument("--state", type=Path, default=STATE, help="what calls leave for each other")
     parser.add_argument("--out", type=Path, help="the folder for new rows")
@@ -309,6 +322,7 @@ def main() -> None:
         for name in FILES:
             if count := merge(options.take / name, HERE / name):
                 print(f"{name}: {count} rows")
+        copy_texts(options.take, HERE)
     if options.write or options.take is not None:
         PAGE.write_text(page())
         return

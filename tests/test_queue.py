@@ -76,9 +76,10 @@ def test_a_call_runs_what_fits_and_leaves_the_rest(
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "cache"))
     one = queue.Series("one row", "gcomp", "gcomp-cifar-float32 paper", "to try it")
-    monkeypatch.setattr(queue, "QUEUE", (one, queue.Ranks("routes", "wall/routes.csv", 8, 1e9, "too long")))
+    other = queue.Series("ANYTHING ELSE", "powersgd", "", "is not asked for")
+    monkeypatch.setattr(queue, "QUEUE", (other, one, queue.Ranks("routes", "wall/routes.csv", 8, 1e9, "too long")))
     options = argparse.Namespace(
-        data=tmp_path, state=tmp_path / "state", out=tmp_path / "out", seconds=600.0, later=0.0, limit=32
+        data=tmp_path, state=tmp_path / "state", out=tmp_path / "out", seconds=600.0, later=0.0, limit=32, only="o"
     )
     for _ in range(2):
         assert queue.run(options) == 0
