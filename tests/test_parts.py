@@ -72,11 +72,15 @@ def test_dealing_twice_is_dealing_to_groups_of_groups(sizes: list[int], hosts: i
             assert list(second.of_owner(rank)) == expected
 
 
-@given(SIZES, st.integers(1, 4), st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 30]))
-def test_chunks_hold_every_value_once_and_keep_its_owner(sizes: list[int], world: int, values: int) -> None:
+@given(
+    SIZES, st.integers(1, 4), st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 30]), st.sampled_from([None, 1, 5000])
+)
+def test_chunks_hold_every_value_once_and_keep_its_owner(
+    sizes: list[int], world: int, values: int, two_from: int | None
+) -> None:
     table = Table.of(named(sizes), sizes, [world])
     whole = owners_of_values(table)
-    chunks = table.chunks(values)
+    chunks = table.chunks(values, two_from=two_from)
     for chunk in chunks:
         check_places(chunk)
         assert (chunk.names, chunk.sizes, chunk.owners) == (table.names, table.sizes, table.owners)
@@ -92,6 +96,17 @@ def test_chunks_of_a_large_tensor_are_about_equal() -> None:
     for owner in range(4):
         lengths = [chunk.length(owner) for chunk in chunks]
         assert max(lengths) - min(lengths) <= 2 * 4096
+
+
+def test_a_long_frame_on_a_device_is_two_chunks_of_which_the_second_is_shorter() -> None:
+    short, long = (Table.of(["a", "b"], [size, 50], [4]) for size in (3_000_000, 6_000_000))
+    assert len(short.chunks(1 << 21, two_from=1 << 20)) == 1
+    first, second = long.chunks(1 << 21, two_from=1 << 20)
+    for owner in range(4):
+        assert first.numel(owner) / long.numel(owner) == pytest.approx(0.6, abs=0.01)
+        assert second.numel(owner) < first.numel(owner)
+    assert len(long.chunks(1 << 21, cuts=False, two_from=1 << 20)) == 1
+    assert len(long.chunks(1 << 18, two_from=1 << 20)) == 6
 
 
 def test_parts_begin_at_multiples_of_128() -> None:
