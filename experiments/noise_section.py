@@ -81,6 +81,7 @@ def noise(read: Results) -> str:
 def _promise(rows: list[Row]) -> list[str]:
     if not rows:
         return []
+    absent = [name for name in ("AdamW", "SGD", "Lion", "Muon", "Adafactor") if not of(rows, optimizer=name)]
     lines = [
         [row["optimizer"], f"{int(row['parameters']) / 1e6:.1f} M", row["steps"], f"{row['texts']} x {row['length']}",
          f"{100 * float(row['share']):.2f} / {100 * float(row['worst']):.2f}",
@@ -97,7 +98,8 @@ def _promise(rows: list[Row]) -> list[str]:
         "noise/promise.csv has all columns). *Share*: mean over steps and worst step, in per cent, as `stats()` has it "
         "and, in every tenth step, from the gradients of all ranks. *Ratio*: bytes of float32 over bytes sent, padding "
         "included. *Bias*: squares of the mean error of 200 draws over what unbiased ones have, 1 but for chance; "
-        "*shrink*: the mean error along the gradient over its standard error.",
+        "*shrink*: the mean error along the gradient over its standard error."
+        + (f" Not run yet: {', '.join(absent)} ([queue](../experiments/queue.md))." if absent else ""),
         table(
             ["optimizer", "parameters", "steps", "bytes of a rank", "share", "true share", "ratio", "bits",
              "coarser frames", "replicas equal", "resume equal", "bias", "shrink", "runner"],

@@ -11,6 +11,7 @@
 #     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
 #     resnet10, resnet1: ResNet-50 with each policy, for docs/wall.svg       10 and 1 Gbit/s
+#     promise     what noise promises, for five optimizers                  10 Gbit/s
 #     scaling     GComp's Figures 16 and 17: an all-reduce of 2, 4 and 8 ranks, RATE=1 as above
 #     routes      ResNet-50 on 2 hosts of 2 ranks by routes inside and between hosts, and what the planner predicts (wall/routes.txt)
 #
@@ -27,8 +28,8 @@ python=${PYTHON:-python3}
 out=${OUT:-$here}
 plans=$out/gpt/plans
 options=${LIMIT:+--limit $LIMIT}
-parts=${*:-plans gpt10 gpt1 resnet10 resnet1 accuracy batch sentences allreduce-pictures allreduce-sentences scaling routes}
-mkdir -p "$out/powersgd" "$out/gcomp" "$out/wall" "$plans"
+parts=${*:-plans gpt10 gpt1 resnet10 resnet1 accuracy batch sentences allreduce-pictures allreduce-sentences promise scaling routes}
+mkdir -p "$out/powersgd" "$out/gcomp" "$out/wall" "$out/noise" "$plans"
 all='plain;torch bf16;torch powersgd 4;noise;gcomp;gcomp:keep=7;powersgd:rank=4' # of docs/wall.svg
 
 ranks() { # hosts, rate in Gbit/s, then what each rank runs
@@ -95,6 +96,10 @@ run() {
         ;;
     resnet10) train 4 10 --task resnet50-cifar --seconds "${RESNET10_SECONDS:-12}" --csv "$out/wall/results.csv" --policies "$all" ;;
     resnet1) train 4 1 --task resnet50-cifar --seconds "${RESNET1_SECONDS:-20}" --check 1 --csv "$out/wall/results.csv" --policies "$all" ;;
+    promise)
+        ranks 4 10 "$python" "$here/noise/promise.py" --data "$data" --csv "$out/noise/promise.csv" \
+            ${LIMIT:+--steps 12 --draws 4 --width 16 --blocks 1 --heads 2 --length 16}
+        ;;
     scaling) # of the gradient that comes with gradzip, repeated to 10 million values
         for hosts in 2 4 8; do
             ranks "$hosts" "${RATE:-10}" "$python" -m gradzip bench net --values "${LIMIT:-10000}000" \

@@ -149,6 +149,7 @@ QUEUE: tuple[Item, ...] = (
     Paired("gpt-11m", "what a budget of noise costs a larger model"),
     Paired("sst2", "the same in fine-tuning of a pretrained BERT"),
     Paired("gpt2", "one pair at 124 M parameters"),
+    Ranks("promise", "noise/promise.csv", 5, 230, "what noise promises, for AdamW, SGD, Lion, Muon and Adafactor"),
     Ranks("gpt10", "gpt/results.csv", 9, 190, "loss against wall time: noise and torch's PowerSGD", True, (_TEN,)),
     Ranks("resnet10", "wall/results.csv", 7, 130, "the same picture for ResNet-50", wanted=(_TEN,)),
     Series("PowerSGD, 300 epochs: plain, ranks 1, 2, 4", "powersgd", "cifar-300 (plain|rank 1|rank 2|rank 4)$",
