@@ -144,3 +144,25 @@ def test_a_resume_between_a_coarser_frame_and_the_next_step_grows_as_well() -> N
     assert other.begin()
     assert mine.sizes == other.sizes
     assert mine.sizes[OWN] > 43_000
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sizes": {OWN: 10**15, SUM: 5000}},
+        {"sizes": {OWN: 5000, SUM: 1}},
+        {"sizes": {OWN: 5000, SUM: -128}},
+        {"sizes": {OWN: 5000}},
+        {"sizes": {OWN: 5000, SUM: "large"}},
+        {"seen": {OWN: [], SUM: [-5]}},
+        {"seen": {OWN: ["x"], SUM: []}},
+        {"steps": "none"},
+    ],
+    ids=str,
+)
+def test_a_state_with_impossible_slots_is_refused_and_changes_nothing(damage: dict[str, object]) -> None:
+    mine = slots()
+    before = json.dumps(mine.state_dict())
+    with pytest.raises((ValueError, KeyError)):
+        mine.load_state_dict(json.loads(before) | damage)
+    assert json.dumps(mine.state_dict()) == before

@@ -123,7 +123,11 @@ class Slots:
         return slots
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sizes, self.steps = dict(state["sizes"]), int(state["steps"])
-        self.coarser = set(state["coarser"])
-        for hop, seen in state["seen"].items():
-            self.seen[hop] = deque(seen, maxlen=REMEMBERED)
+        sizes = {hop: int(state["sizes"][hop]) for hop in (OWN, SUM)}
+        seen = {hop: [int(size) for size in state["seen"][hop]] for hop in (OWN, SUM)}
+        for hop, size in sizes.items():  # a slot of any other size would be memory that is too small, or all there is
+            if not self.least[hop] <= size <= aligned(self.bound[hop]) or min(seen[hop], default=0) < 0:
+                raise ValueError(f"slots of {size} bytes for frames of {self.least[hop]} to {self.bound[hop]}")
+        self.sizes, self.steps, self.coarser = sizes, int(state["steps"]), {OWN, SUM}.intersection(state["coarser"])
+        for hop, past in seen.items():
+            self.seen[hop] = deque(past, maxlen=REMEMBERED)

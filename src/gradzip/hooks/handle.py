@@ -150,9 +150,13 @@ class Handle:
         text = f"{len(self._names)} tensors, {scheme.words}"
         if not scheme.streams:  # what differs is told when the first messages meet
             return text
-        pairs = repr([(name, way.kind) for name, way in scheme.ways.items()])
+        pairs = repr([(name, p.dtype, p.shape, scheme.ways[name].kind) for p, name in self._names.items()])
         digest = hashlib.blake2b(pairs.encode(), digest_size=4).hexdigest()
-        return f"{text} on streams with torch {torch.__version__}; names and codecs have the digest {digest}"
+        model, buckets = self._model(), ""
+        if model is not None and model.find_unused_parameters and not model.static_graph:
+            buckets = f"first in buckets of {model.bucket_bytes_cap} bytes, "  # else DDP does as rank 0 has it
+        version = torch.__version__
+        return f"{text}, {buckets}on streams with torch {version}; names and codecs have the digest {digest}"
 
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
