@@ -46,6 +46,7 @@ class Message:
     lossless: bool = False  # ranks have other floors: gradients go lossless in this step
     book: Book | None = None  # the shared code book; None: the prior
     count: Callable[[torch.Tensor], None] | None = None  # is told how often the gradients have each exponent
+    hops: int = 2  # how often a value is encoded on its way: in a reduce-scatter once
 
 
 class Noisy(NamedTuple):

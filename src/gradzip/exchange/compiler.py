@@ -14,7 +14,9 @@ import torch
 
 from ..routes import Route
 from ..routes import Step as RouteStep
+from .parts import Table
 from .program import (
+    REDUCE_SCATTER,
     VALUES,
     AllGather,
     AllReduce,
@@ -57,6 +59,31 @@ def compile_route(
     compiler.run()
     steps, buffers = tuple(compiler.steps), tuple(compiler.buffers)
     return Program(codec, route, tuple(names), tuple(sizes), dtype, topology.hosts, steps, buffers)
+
+
+def compile_reduce_scatter(
+    codec: str,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    owners: Sequence[int],
+    dtype: torch.dtype,
+    topology: Topology,
+    divide: bool = True,
+) -> Program:
+    """The program that leaves each rank with the mean, or the sum, of the tensors that it owns.
+
+    Of all other tensors a rank keeps its own values.
+    """
+    sent = Buffer("frames1", True, (), over=("flat",))
+    came = replace(sent, name="frames2", within=("flat",), over=(), terms=("flat",))
+    steps = (
+        Encode(VALUES, sent.name, (), "cpu", 0, 1, True),
+        AllToAll(sent.name, came.name, (), "flat"),
+        Decode(came.name, VALUES, (), "cpu", VALUES, divide),
+    )
+    buffers, table = (Buffer(VALUES, False, ()), sent, came), Table.owned(names, sizes, owners, topology.world)
+    about = tuple(names), tuple(sizes), dtype, topology.hosts
+    return Program(codec, REDUCE_SCATTER, *about, steps, buffers, table)
 
 
 def lowered(program: Program) -> Program:

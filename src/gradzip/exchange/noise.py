@@ -41,7 +41,8 @@ class NoiseMessages(MessageCodec):
 
     def coder(self, message: Message) -> Coder:
         keys = {hop: noise_layout.keys_in_step(self._drawn(message, hop), message.step) for hop in ("own", "sum")}
-        return _NoiseCoder(message, float(self.codec.share), keys)
+        share = float(self.codec.share) * 2 / message.hops  # levels are those of half the budget
+        return _NoiseCoder(message, share, keys)
 
     def _drawn(self, message: Message, hop: str) -> npt.NDArray[np.uint64]:
         """What the keys of a message's tensors have in common in all steps: hashes of names, made once."""
@@ -89,14 +90,30 @@ class _NoiseCoder(Coder):
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        (frame,) = frames
-        assert frame is not None
-        targets = out.parts(table, owner)
-        wide = in_float32(out, fill=False)
-        self._engine.decode_frame(frame, self._parts(wide, table, owner, "mean"), self._step, 0, divisor=by)
+        targets, wide = out.parts(table, owner), in_float32(out, fill=False)
+        parts = self._parts(wide, table, owner, "mean")
+        if own is not None:
+            self._add_up(table, owner, frames, wide, parts, by)
+        else:
+            (frame,) = frames
+            assert frame is not None
+            self._engine.decode_frame(frame, parts, self._step, 0, divisor=by)
+            self._note_levels(table, owner, frame)
         if wide is not out and targets:
             torch._foreach_copy_(targets, wide.parts(table, owner))
-        self._note_levels(table, owner, frame)
+
+    def _add_up(self, table: Table, owner: int, frames: Frames, out: Values, parts: PackedParts, by: int) -> None:
+        """What a reduce-scatter ends with: the sum is not coded again."""
+        sums, own = out.parts(table, owner), self._own.parts(table, owner)
+        for number, frame in enumerate(frames if sums else ()):
+            if frame is not None:
+                self._engine.decode_frame(frame, parts, self._step, 0, add=number > 0)
+            elif number:
+                torch._foreach_add_(sums, own)
+            else:
+                torch._foreach_copy_(sums, own)
+        for total in sums:
+            total.div_(by)
 
     def recode(
         self,
@@ -117,8 +134,10 @@ class _NoiseCoder(Coder):
         self._coarser += written.notch > 0
         return int(written.size)
 
-    def noisy(self, values: Values) -> Noisy:
+    def noisy(self, values: Values) -> Noisy | None:
         """The variance of a sum is a third of its level squared: half of that from own gradients, half from the sum."""
+        if self.message.hops < 2:
+            return None  # no sum was coded
         noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
         # the engine's sum of squares takes a twentieth of the time of torch's norm in float64
         found = self._engine.measure(self._parts(in_float32(values), self._whole, 0, "whole"))

@@ -18,7 +18,6 @@ from ..engines import noise_layout
 from ..engines.cuda.noise_message import Layout, NoiseMessage
 from .coding import Raw
 from .noise import NoiseMessages
-from .parts import Table
 from .program import Program
 from .slots import OWN, SUM, Slots
 
@@ -57,7 +56,8 @@ class DeviceMessage(Checked):
 
     def __init__(self, program: Program, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self.program, self.world, self.rank = program, program.world, rank
-        self.table = Table.of(program.names, program.sizes, [self.world])
+        self.table = program.dealt
+        self._own_parts = [tensors[part.tensor][part.start : part.stop] for part in self.table.of_owner(rank)]
         self._buffer, self._tensors = buffer, [tensor for tensor in tensors if tensor.numel()]
         self._is_all = sum(program.sizes) == buffer.numel()
 
@@ -72,6 +72,10 @@ class DeviceMessage(Checked):
     @abstractmethod
     def decode(self, step: int) -> None:
         """Makes means of what was gathered."""
+
+    @abstractmethod
+    def keep(self, step: int) -> None:
+        """Instead of `reduce` in a reduce-scatter: adds up what came; the result is in the rank's own parts."""
 
     def resize(self, sizes: Mapping[str, int]) -> bool:
         """Goes over to slots of other sizes, on the current stream; False: it takes a new message."""
@@ -137,10 +141,21 @@ class RawMessage(DeviceMessage):
         torch.index_select(self._buffer, 0, self._source, out=self._values.view(-1))
         self._out.copy_(self._values)
 
-    def reduce(self, step: int) -> None:
+    def _add_up(self) -> None:
         for rank in range(self.world):
             term = self._values[rank] if rank == self.rank else self._in[rank]  # its own values are not rounded
             self._total.add_(term) if rank else self._total.copy_(term)
+
+    def keep(self, step: int) -> None:
+        self._add_up()
+        if self.program.divisor > 1:
+            self._total.div_(self._divisor)
+        sizes = [part.numel() for part in self._own_parts]
+        for part, total in zip(self._own_parts, self._total[: sum(sizes)].split_with_sizes(sizes)):
+            part.copy_(total)
+
+    def reduce(self, step: int) -> None:
+        self._add_up()
         self._total.div_(self._divisor)
         if self._rounded is not self._total:
             self._rounded.copy_(self._total)
@@ -172,7 +187,8 @@ class NoisyMessage(DeviceMessage):
             tensors, columns.tensor, columns.start, columns.length, columns.owner, self.world, rank,
             keys[OWN], keys[SUM], list(shapes), int(program.digest, 16) & 0xFFFFFFFF,
         )  # fmt: skip
-        self.share = float(codec.codec.share)
+        self.share = _share(codec, program)
+        self._divisor = torch.tensor(float(program.divisor), device=buffer.device)  # as in RawMessage
         self.kernels = self._kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
         self._take_buffers()
 
@@ -194,6 +210,16 @@ class NoisyMessage(DeviceMessage):
 
     def decode(self, step: int) -> None:
         self._kernels.decode(step)
+
+    def keep(self, step: int) -> None:
+        self._kernels.add(step)
+        for part, total in zip(self._own_parts, self._kernels.sums):
+            part.copy_(total / self._divisor)
+
+
+def _share(codec: NoiseMessages, program: Program) -> float:
+    """Levels are those of half the budget: where a value is encoded once, it may have all of it."""
+    return float(codec.codec.share) * 2 / program.hops
 
 
 class StreamCodec(ABC):
@@ -244,12 +270,12 @@ class NoiseOnStream(StreamCodec):
         self.codec, self.text = codec, codec.text
 
     def slots(self, program: Program) -> Slots:
-        table = Table.of(program.names, program.sizes, [program.world])
+        table = program.dealt
         counts = [[part.numel for part in table.of_owner(owner)] for owner in range(program.world)]
         least = wire.HEADER_BYTES + max(map(noise_layout.blocks_offset, counts))
         values = max(sum(map(noise_layout.padded, each)) for each in counts)
         bound = wire.HEADER_BYTES + max(map(noise_layout.body_bound, counts))
-        return Slots.first(float(self.codec.codec.share), program.world, least, values, bound)
+        return Slots.first(_share(self.codec, program), program.world, least, values, bound)
 
     def message(
         self,

@@ -415,7 +415,8 @@ class Run:
     def _decode(self, step: Decode | Recode, target: Buffer) -> Values:
         source = self._buffer(step.source)
         table = self._program.table(self._rank, source)
-        out = self._plain[VALUES] if target.name == VALUES else self._nothing(target)
+        in_place = target.name == VALUES and step.own != VALUES  # what is read must not be written meanwhile
+        out = self._plain[VALUES] if in_place else self._nothing(target)
         owners = self._owners(step)
         coder, hop = self._coder(source), self._program.hop(source.name)
         own = None if step.own is None else self._plain[step.own]
@@ -425,7 +426,13 @@ class Run:
             coder.decode_all(table, owners, terms, own, hop, out, by)
         except CodecError as error:
             raise self._blamed(step, table, owners, error) from error
-        return out
+        if target.name != VALUES or in_place:
+            return out
+        values = self._plain[VALUES]
+        for owner in owners:
+            if table.of_owner(owner):
+                torch._foreach_copy_(values.parts(table, owner), out.parts(table, owner))
+        return values
 
     def _recode(self, step: Recode) -> None:
         source, target = self._buffer(step.source), self._buffer(step.target)

@@ -79,6 +79,15 @@ class Table:
         ranges = [_Range(tensor, 0, size) for tensor, size in enumerate(sizes) if size]
         return _table(tuple(names), tuple(sizes), ranges, counts, 1)
 
+    @classmethod
+    def owned(cls, names: Sequence[str], sizes: Sequence[int], owners: Sequence[int], count: int) -> Table:
+        """Whole tensors, each of which belongs to the owner that is said: what a reduce-scatter is asked for."""
+        shares: list[list[_Range]] = [[] for _ in range(count)]
+        for tensor, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+            if size:
+                shares[owner].append(_Range(tensor, 0, size))
+        return cls(tuple(names), tuple(sizes), count, tuple(_placed(shares)), count)
+
     def within(self, owner: int, counts: Sequence[int]) -> Table:
         """Deals the parts of one owner out again."""
         ranges = [_Range(part.tensor, part.start, part.stop) for part in self.of_owner(owner)]

@@ -29,6 +29,7 @@ from .parts import Table
 from .topology import Members, Topology
 
 VALUES = "values"  # the buffer with a rank's gradients, where their mean ends up
+REDUCE_SCATTER = "reduce_scatter"  # each rank gets the mean of the tensors that it owns, and nothing of the others
 Groups = tuple[str, ...]
 
 
@@ -206,14 +207,15 @@ class Program:
     """A compiled exchange of one message. The same on all ranks."""
 
     codec: str
-    route: Route
+    route: Route | str  # what it was compiled from: a route, or REDUCE_SCATTER
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
     hosts: tuple[tuple[int, ...], ...]
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
-    chunk: Table | None = None  # where the program is about a part of the message alone: see `chunked`
+    # Where the message is not dealt out by `Table.of`: a part of it (see `chunked`), or tensors with given owners.
+    chunk: Table | None = None
 
     def __str__(self) -> str:
         count, values = len(self.names), sum(self.sizes)
@@ -226,6 +228,16 @@ class Program:
         """Sixteen hexadecimal digits that differ where programs do."""
         said = repr((str(self), self.names, self.sizes, self.buffers, self.chunk and self.chunk.digest))
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+    @property
+    def hops(self) -> int:
+        """How often a value is encoded on its way."""
+        return sum(isinstance(step, Encode | Recode) for step in self.steps)
+
+    @property
+    def divisor(self) -> int:
+        """What a sum is divided by, in the end."""
+        return self.world if any(getattr(step, "divide", False) for step in self.steps) else 1
 
     @property
     def world(self) -> int:
@@ -268,8 +280,12 @@ class Program:
         groups = {step.group for step in self.steps if isinstance(step, Communicate)}
         if groups != {"flat"}:
             return [self]
-        whole = Table.of(self.names, self.sizes, [self.world])
-        return [replace(self, chunk=table) for table in whole.chunks(values, cuts, two_from)]
+        return [replace(self, chunk=table) for table in self.dealt.chunks(values, cuts, two_from)]
+
+    @property
+    def dealt(self) -> Table:
+        """The message, dealt out to all ranks at once."""
+        return self.chunk or Table.of(self.names, self.sizes, [self.world])
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""

@@ -66,16 +66,19 @@ class _ScaledCoder(Coder):
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        assert own is None
         wide = in_float32(out, fill=False)
-        parts = self._parts(wide, table, owner, "sum")
+        parts = self._parts(wide, table, owner, "sum", None if own is None else self._own)
         self._engine.code(parts, self._cut(parts, frames), by)
-        targets = out.parts(table, owner)
+        targets, sums = out.parts(table, owner), wide.parts(table, owner)
+        most = torch.finfo(out.tensors[0].dtype).max  # a code may stand for more than a type of 16 bits holds
+        if wide is not out or own is not None:
+            for total in sums:
+                total.clamp_(-most, most)
+        if own is not None:
+            for total, mine in zip(sums, self._own.parts(table, owner)):
+                total.masked_fill_(~mine.isfinite(), torch.nan)
         if wide is not out and targets:
-            most = torch.finfo(out.tensors[0].dtype).max  # a code may stand for more than a type of 16 bits holds
-            for part in wide.parts(table, owner):
-                part.clamp_(-most, most)
-            torch._foreach_copy_(targets, wide.parts(table, owner))
+            torch._foreach_copy_(targets, sums)
 
     def recode(
         self,
@@ -97,12 +100,16 @@ class _ScaledCoder(Coder):
         """Frames without what follows them; one that is too short is refused by the engine."""
         return [None if frame is None else frame[: parts.places.size] for frame in frames]
 
-    def _parts(self, values: Values, table: Table, owner: int, hop: str) -> Parts:
-        """An owner's parts. There is an array for each use: threads work on several at once."""
+    def _parts(self, values: Values, table: Table, owner: int, hop: str, own: Values | None = None) -> Parts:
+        """An owner's parts. There is an array for each use: threads work on several at once.
+
+        `own`: where the rank's own values are, if not in `values`.
+        """
         key = table.digest, owner, hop
         if key not in values.kept:
             columns, tensors = table.columns(owner), values.parts(table, owner)
-            values.kept[key] = columns.tensor, Parts(self._form, tensors, tensors, columns.start)
+            own_parts = tensors if own is None else own.parts(table, owner)
+            values.kept[key] = columns.tensor, Parts(self._form, own_parts, tensors, columns.start)
         tensor, parts = values.kept[key]
         offset = noise_layout.offset_of(self.message.rank, self.message.world) if hop == "own" else 0
         filled: Parts = parts.fill(self._keys[hop][tensor], self._keys["signs"][tensor], offset)

@@ -9,7 +9,7 @@ import torch
 from ..engines.cuda.scaled import Layout
 from ..engines.cuda.scaled import ScaledMessage as Kernels
 from .on_device import DeviceMessage, StreamCodec
-from .program import Program
+from .program import REDUCE_SCATTER, Program
 from .scaled import ScaledMessages
 
 
@@ -29,7 +29,8 @@ class ScaledMessage(DeviceMessage):
         layout = Layout(
             tensors, columns.tensor, columns.start, columns.length, columns.owner, program.names, self.world, rank
         )
-        self._kernels = kernels = Kernels(layout, codec.form)
+        kept = program.divisor if program.route == REDUCE_SCATTER else None
+        self._kernels = kernels = Kernels(layout, codec.form, kept)
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
 
@@ -41,6 +42,13 @@ class ScaledMessage(DeviceMessage):
 
     def decode(self, step: int) -> None:
         self._kernels.decode(step)
+
+    def keep(self, step: int) -> None:
+        assert self._kernels.keep is not None
+        bad = [~part.isfinite() for part in self._own_parts]
+        self._kernels.keep(step)
+        for part, wrong in zip(self._own_parts, bad):
+            part.masked_fill_(wrong, torch.nan)  # sums are bounded, so that an infinity would not be seen
 
 
 class ScaledOnStream(StreamCodec):

@@ -110,6 +110,7 @@ class NoiseMessage:
         self.encode = Stage([self._measurer.call, *self._encoder.calls])
         self.reduce = Stage([self._open, *([self._add] if self._add is not None else []), *self._sum_encoder.calls])
         self.decode = Stage(self._decoder.calls)
+        self.add = Stage([self._open, *([self._add] if self._add is not None else [])])  # `reduce` without a frame
 
     @property
     def own_results(self) -> torch.Tensor:
@@ -163,6 +164,8 @@ class NoiseMessage:
         geometry = Geometry([m.counts(m.rank)])
         frame, blocks = geometry.frames[0], len(geometry.blocks)
         self._sums = torch.zeros(max(int(frame["values"]), 1), dtype=torch.float32, device=self.device)
+        counts, places = m.counts(m.rank), geometry.places
+        self.sums = [self._sums[place : place + count] for place, count in zip(places, counts)]  # of this rank's parts
         sum_levels = torch.zeros(max(int(frame["parts"]), 1), 2, device=self.device)
         own = m.rows(m.of_owner(m.rank), m.own_keys)
         own["place"] = geometry.places

@@ -92,7 +92,8 @@ class ScaledMessage:
     this rank's slot of `gathered`, which an all-gather fills. Nothing is allocated, and the host does not wait.
     """
 
-    def __init__(self, layout: Layout, form: Form) -> None:
+    def __init__(self, layout: Layout, form: Form, kept: int | None = None) -> None:
+        """`kept`: what sums are divided by in a reduce-scatter, where they stay as they are in place of the values."""
         device, dtype = layout.tensors[0].device, layout.tensors[0].dtype
         world, rank = layout.world, layout.rank
         laid = [places(layout.length[layout.owner == owner].tolist(), form) for owner in range(world)]
@@ -128,6 +129,10 @@ class ScaledMessage:
         self.decode = Launch(
             device, dtype, form, Work("scaled_decode", summed, [[frame] for frame in gathered], divisor=world)
         )
+        self.keep: Launch | None = None
+        if kept is not None:
+            work = Work("scaled_decode", summed_here, [received], own=rank, divisor=kept)
+            self.keep = Launch(device, dtype, form, work)
 
 
 def _keys(layout: Layout, hop: str) -> npt.NDArray[np.uint64]:
