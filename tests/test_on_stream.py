@@ -464,7 +464,7 @@ def test_a_bucket_is_read_before_ddp_may_write_to_it() -> None:
 
 def slots_kept(rank: int) -> list[bool]:
     """Whether slots have their first sizes when they are due, after steps with ordinary, no and infinite gradients."""
-    streams.install(room=1.25)
+    streams.install(room=2.0)
     kept, codec = [], stream_codec(parse("noise"))
     assert codec is not None
     for factor in (1.0, 0.0, torch.inf):

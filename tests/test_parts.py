@@ -72,6 +72,16 @@ def test_dealing_twice_is_dealing_to_groups_of_groups(sizes: list[int], hosts: i
             assert list(second.of_owner(rank)) == expected
 
 
+@given(SIZES, st.integers(1, 4), st.data())
+def test_given_owners_get_whole_tensors(sizes: list[int], world: int, data: st.DataObject) -> None:
+    owners = [data.draw(st.integers(0, world - 1)) for _ in sizes]
+    table = Table.owned(named(sizes), sizes, owners, world)
+    check_places(table)
+    assert [set(found.tolist()) for found in owners_of_values(table)] == [
+        {o} if n else set() for n, o in zip(sizes, owners)
+    ]
+
+
 @given(
     SIZES, st.integers(1, 4), st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 30]), st.sampled_from([None, 1, 5000])
 )
@@ -111,7 +121,18 @@ def test_a_long_frame_on_a_device_is_two_chunks_of_which_the_second_is_shorter()
 
 def test_parts_begin_at_multiples_of_128() -> None:
     table = Table.of(["x"], [10_000], [3])
-    assert [(part.start, part.stop) for part in table.parts] == [(0, 3456), (3456, 6912), (6912, 10_000)]
+    assert sorted((part.start, part.stop) for part in table.parts) == [(0, 3456), (3456, 6912), (6912, 10_000)]
+
+
+def test_first_parts_of_tensors_go_to_all_owners() -> None:
+    names = [f"layers.{i}.weight" for i in range(400)]
+    for counts in ([4], [2, 2]):
+        table = Table.of(names, [4 * 1280 - 1] * 400, counts)
+        firsts = [sum(part.start == 0 for part in table.of_owner(owner)) for owner in range(4)]
+        assert all(60 < count < 140 for count in firsts)
+        assert all(len(table.of_owner(owner)) == 400 for owner in range(4))
+        begin = [part.owner for part in table.parts if (part.tensor, part.start) == (0, 0)]
+        assert counts == [2, 2] or begin == [name_hash(names[0]) % 4]
 
 
 def test_small_tensors_go_whole_to_an_owner_by_their_name() -> None:

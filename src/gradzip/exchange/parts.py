@@ -3,7 +3,8 @@
 A part is the range of a tensor that one rank owns. Every tensor is dealt out by itself, from its name and size alone:
 which rank adds up a value does not depend on the message that the tensor travels in, so results do not change when DDP
 rebuilds its buckets. Parts begin at multiples of 128 elements; a tensor of less than 128 elements for each owner goes
-whole to one of them, chosen by its name.
+whole to one of them. The tensor's name chooses who gets its first part, or all of it: first quarters of tensors are
+often alike and differ from the others, and if one owner had them all, its frame would be larger than the rest.
 
 An owner's frame holds its parts in the order of tensors. Each part begins at a multiple of 32 values of the frame, its
 `place`, so that a lane of an engine never works on two parts.
@@ -186,15 +187,11 @@ def _deal(ranges: Sequence[_Range], count: int, names: Sequence[str], dealt: int
     shares: list[list[_Range]] = [[] for _ in range(count)]
     for tensor, start, stop in ranges:
         size = stop - start
-        if 0 < size < GRAIN * count:
-            # owners of the group before took the lower digits: the same ones again would leave some without any
-            shares[name_hash(names[tensor]) // dealt % count].append(_Range(tensor, start, stop))
-            continue
-        each = math.ceil(size / count / GRAIN) * GRAIN
-        for owner in range(count):
-            first, last = start + owner * each, min(start + (owner + 1) * each, stop)
-            if first < last:
-                shares[owner].append(_Range(tensor, first, last))
+        # owners of the group before took the lower digits: the same ones again would leave some without any
+        begin = name_hash(names[tensor]) // dealt % count
+        each = size if size < GRAIN * count else math.ceil(size / count / GRAIN) * GRAIN
+        for number, first in enumerate(range(start, stop, each)):
+            shares[(begin + number) % count].append(_Range(tensor, first, min(first + each, stop)))
     return shares
 
 
