@@ -111,6 +111,7 @@ def test_runner_gives_the_bits_of_the_interpreter_by_routes_that_cover_the_tree(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
 def test_runner_gives_the_bits_of_the_interpreter_by_every_route() -> None:
     assert run_ranks(4, compare, 2, list(map(str, tree())), "cast", torch.float32, deadline=1800) == [[]] * 4
 

@@ -56,6 +56,7 @@ def test_every_gpu_route_gives_the_mean(sizes: list[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_route_gives_the_mean() -> None:
     check_mean(tree(), [700, 3, 0, 1])
 
