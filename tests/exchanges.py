@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
 from gradzip.collectives import Message, PipelineChannel, open_channel, route_of, submit
-from gradzip.exchange import coding
-from gradzip.exchange.codecs import message_codec
+from gradzip.exchange import coding, rounds
+from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.on_host import HostMessage, runner_of
 from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.rounds_on_host import submit_rounds
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -53,9 +55,14 @@ class Exchanger:
             done.set()
 
         self._waiting.append((done, outcomes))
-        whole, on_cpu = message_codec(chosen), self.channel.device.type == "cpu"
-        if whole is not None and on_cpu and (Route.parse(by).compresses or chosen.lossless):
-            self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)
+        if self.channel.device.type == "cpu":
+            whole = codes_messages(chosen, by)
+            if whole is not None:
+                self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)
+            else:
+                start = functools.partial(rounds.of, chosen, list(tensors.values()), contexts, self.memory)
+                about = self._about(list(tensors), next(iter(tensors.values())).dtype)
+                submit_rounds(runner_of(self.channel), codec, start, about, end)
             return
         message = Message(chosen, by, list(tensors.values()), contexts, self.memory)
         if self.channel.device.type == "cuda":
@@ -63,9 +70,12 @@ class Exchanger:
         submit(message, self.channel, end)
 
     def _send_whole(self, sent: HostMessage, end: Callable[[Outcome], None]) -> None:
-        about = coding.Message(sent.names, sent.dtype, self.channel.rank, self.channel.world, self.step)
+        about = self._about(sent.names, sent.dtype)
         about.memory = self.memory
         runner_of(self.channel).submit(sent.program(self.channel.topology), sent.values, about, end)
+
+    def _about(self, names: Sequence[str], dtype: torch.dtype) -> coding.Message:
+        return coding.Message(names, dtype, self.channel.rank, self.channel.world, self.step)
 
     def _state(self, name: str, codec: str) -> dict[str, Any]:
         return self.memory.state(name, parse(codec).name)

@@ -55,14 +55,14 @@ def test_a_thousand_reductions(world: int) -> None:
 
 def test_what_a_later_stage_reads_lives_as_long_as_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the next stage has another stream: memory that goes back too soon would be written to while it reads."""
-    made, encoded = list[weakref.ref[torch.Tensor]](), message._encoded
+    made, encoded = list[weakref.ref[torch.Tensor]](), message.encoded
 
     def watched(*args: Any) -> list[torch.Tensor]:
         frames = encoded(*args)
         made.extend(weakref.ref(frame) for frame in frames)
         return frames
 
-    monkeypatch.setattr(message, "_encoded", watched)
+    monkeypatch.setattr(message, "encoded", watched)
     alone: Any = SimpleNamespace(device=torch.device("cuda"), world=1, groups={"flat": Members(0, (0,))})
     alone.carries = lambda size: False
     contexts, tensors = [Context(str(i)) for i in range(2)], [torch.randn(100) for _ in range(2)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -14,15 +16,18 @@ from conftest import gradient, same_bits
 from exchanges import covering
 from ranks import TIMEOUT, run_ranks
 
+from gradzip.codecs import Context, parse
 from gradzip.collectives import PipelineChannel, open_channel
 from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
-from gradzip.exchange import on_host
+from gradzip.exchange import on_host, rounds
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
-from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.interpreter import Interpreter, run_rounds
 from gradzip.exchange.on_host import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.rounds_on_host import submit_rounds
+from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, tree
 
 FLAT = [name for name, route in NAMED.items() if not route.hierarchical]
@@ -114,6 +119,42 @@ def test_runner_gives_the_bits_of_the_interpreter_by_routes_that_cover_the_tree(
 @pytest.mark.timeout(1900)
 def test_runner_gives_the_bits_of_the_interpreter_by_every_route() -> None:
     assert run_ranks(4, compare, 2, list(map(str, tree())), "cast", torch.float32, deadline=1800) == [[]] * 4
+
+
+def in_rounds(rank: int, codec: str) -> list[str]:
+    """Tensors that are other than the interpreter's, after three steps of a codec that exchanges in rounds."""
+    channel, wrong = connect(1), list[str]()
+    names, shapes = ["m", "v", "n"], [(40, 30), (7,), (300, 50)]
+    world = channel.world
+    mine, of_all = Memory(rank), [Memory(peer) for peer in range(world)]
+    chosen = parse(codec)
+
+    def started(tensors: list[torch.Tensor], memory: Memory, peer: int, step: int) -> rounds.Rounds:
+        states = [memory.state(name, chosen.name) for name in names]
+        contexts = [Context(n, step, rank=peer, world=world, state=state) for n, state in zip(names, states)]
+        return rounds.of(chosen, tensors, contexts, memory)
+
+    for step in range(3):
+        each = [
+            [gradient(math.prod(shape), 100 * step + peer).view(shape) for shape in shapes] for peer in range(world)
+        ]
+        tensors, ended = [tensor.clone() for tensor in each[rank]], threading.Event()
+        about = Message(names, torch.float32, rank, world, step)
+        start = functools.partial(started, tensors, mine, rank, step)
+        submit_rounds(runner_of(channel), codec, start, about, lambda outcome, ended=ended: ended.set())  # type: ignore[misc]
+        run_rounds([started(each[peer], of_all[peer], peer, step) for peer in range(world)], channel.topology)
+        assert ended.wait(TIMEOUT.total_seconds())
+        for memory in (mine, *of_all):
+            memory.commit()
+        wrong += [f"{name} at step {step}" for name, a, b in zip(names, tensors, each[rank]) if not same_bits(a, b)]
+    channel.leave()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", ["powersgd:rank=2", "powersgd:rank=1,alternate=true", "randomk:ratio=0.3"])
+def test_rounds_give_the_bits_of_the_interpreter(world: int, codec: str) -> None:
+    assert run_ranks(world, in_rounds, codec) == [[]] * world
 
 
 def packings(rank: int, in_flight: int) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from training import POLICIES, same, save, start
 
 import gradzip
-from gradzip import backward, collectives
+from gradzip import backward
+from gradzip.exchange.coding import Message
+from gradzip.exchange.on_host import HostRunner
+from gradzip.exchange.rounds import Rounds
 
 STEPS, SAVED = 6, 3
 EXACT = ("identity", "identity-early", "lossless")
@@ -44,13 +48,13 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 def late_messages(rank: int) -> list[list[str]]:
     """The names in each message that waited for the last bucket."""
     seen: list[list[str]] = []
-    submit = backward.submit
+    submit = backward.submit_rounds
 
-    def spy(message: collectives.Message, *others: Any) -> None:
-        seen.append([ctx.name for ctx in message.contexts])
-        submit(message, *others)
+    def spy(runner: HostRunner, what: str, start: Callable[[], Rounds], message: Message, *others: Any) -> None:
+        seen.append(list(message.names))
+        submit(runner, what, start, message, *others)
 
-    backward.submit = spy
+    backward.submit_rounds = spy
     start(POLICIES["powersgd"]).train(0, 3)  # all of it is late: factors, and vectors
     return seen
 

@@ -24,11 +24,12 @@ from .codecs.baseline import Identity
 from .collectives import Elsewhere, Job, Message, PipelineChannel, average_plainly, submit
 from .collectives.message import no_steps
 from .collectives.pipeline import Agreement
-from .exchange import coding
+from .exchange import coding, rounds
 from .exchange.finiteness import all_finite
 from .exchange.gloo import Broken
 from .exchange.on_host import runner_of
 from .exchange.outcome import Outcome
+from .exchange.rounds_on_host import submit_rounds
 from .feedback import Memory
 from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future, shares_book
 from .refresh import SharedBook
@@ -212,7 +213,7 @@ class Backward:
             self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
         else:
             for kind, message in self._messages(soon, ready):
-                self._start(ticket, kind, functools.partial(submit, message, self.channel))
+                self._start(ticket, kind, functools.partial(self._submit, message))
             for together in whole:
                 self._start(ticket, together.kind, functools.partial(self._submit_whole, together, ready))
         if last:
@@ -366,6 +367,9 @@ class Backward:
         """Sends what waited for the last bucket, in the order of names."""
         memory, scale = self.memory, self.scale
         memory.forms |= draft.forms
+        if draft.whole is not None:
+            self._submit_whole(draft.whole, ready, done)
+            return
         for context in draft.dated:
             context.step, context.scale = self.number, scale
         for context in draft.stateful:
@@ -373,7 +377,19 @@ class Backward:
         tensors, contexts = draft.tensors, draft.contexts
         message = Message(draft.codec, draft.route, tensors, contexts, memory, scale, self.words, ready)
         message.prepared, message.enqueued = draft.prepared, self._means_follow
-        submit(message, self.channel, done)
+        self._submit(message, done)
+
+    def _submit(self, message: Message, done: Callable[[Outcome], None]) -> None:
+        """Sends gradients that are not coded as one message: on CPUs by the host runner, in rounds."""
+        in_place = message.prepared is not None and message.prepared.in_place is not None
+        if self.channel.device.type != "cpu" or in_place:
+            submit(message, self.channel, done)
+            return
+        what, names = message.describe(), [context.name for context in message.contexts]
+        self._agree(what)
+        about = coding.Message(names, message.dtype, self.channel.rank, self.channel.world, self.number)
+        start = functools.partial(rounds.of, message.codec, message.tensors, message.contexts, self.memory, self.scale)
+        submit_rounds(runner_of(self.channel), what, start, about, done, self._wait_for_agreement)
 
     # -- whether all ranks see the same --------------------------------------------------------------------------
 

@@ -85,8 +85,9 @@ class Bucket(Named):
         """What waits for the last bucket, what does not, and what is coded as whole messages."""
         if self._ways is not ways:
             late = [(name, g) for name, g in self if ways[name].late]
-            soon = [(name, g) for name, g in self if not ways[name].late and ways[name].whole is None]
-            together = _together([(name, g) for name, g in self if ways[name].whole is not None], ways)
+            rest = [(name, g) for name, g in self if not ways[name].late]
+            soon = [(name, g) for name, g in rest if ways[name].whole is None]
+            together = _together([(name, g) for name, g in rest if ways[name].whole is not None], ways)
             self._parted = late, soon, self._whole_messages(together, ways)
             self._ways = ways
         return self._parted
@@ -161,6 +162,7 @@ class Draft:
     stateful: list[Context] = field(default_factory=list)  # those of them whose codec keeps something there
     forms: dict[str, str | None] = field(default_factory=dict)  # by name
     prepared: Prepared | None = None
+    whole: Whole | None = None  # they are coded as one message
     streamed: FactorMessage | None = None  # the same for the stream runner
 
     def on_stream(self, topology: Topology) -> FactorMessage:
@@ -222,6 +224,10 @@ def _drafted(named: Named, ways: Mapping[str, Way], rank: int, world: int) -> li
             host.contexts += guest.contexts
             host.forms |= guest.forms
     for draft in drafts.values():
+        names = [context.name for context in draft.contexts]
+        if (way := ways[names[0]]).whole is not None:
+            draft.whole = Whole(way, list(zip(names, draft.tensors)))
+            continue
         draft.prepared = Prepared(draft.codec, draft.tensors, draft.contexts)
         draft.dated = draft.contexts
         if draft.prepared.in_place is not None:  # it asks for tensors alone, and Memory keeps what it leaves as one

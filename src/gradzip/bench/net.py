@@ -8,6 +8,7 @@ the rounds counts, each as slow as its slowest rank.
 
 from __future__ import annotations
 
+import functools
 import platform
 import socket
 import statistics
@@ -29,13 +30,14 @@ from ..codecs.gcomp import GComp
 from ..collectives import Message, PipelineChannel, open_channel, route_of, submit
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
-from ..exchange import coding
-from ..exchange.codecs import message_codec
+from ..exchange import coding, rounds
+from ..exchange.codecs import codes_messages
 from ..exchange.on_host import HostMessage, runner_of
 from ..exchange.outcome import Outcome
+from ..exchange.rounds_on_host import submit_rounds
 from ..feedback import Memory
 from ..option import Option
-from ..routes import NAMED, Route
+from ..routes import NAMED
 from .sample import Sample
 
 ROUNDS = 7
@@ -144,7 +146,7 @@ class Bench:
         floor = None if floor is None else _on(floor, self.own.device)
         memory, step = Memory(self._rank), 0
         way = _Way(str(codec), label, lambda: None, codec, floor, transport=channel.transport)
-        whole = self._whole(codec, route, channel, memory, floor)
+        on_host = self._on_host(codec, route, channel, memory, floor)
 
         def run() -> None:
             nonlocal step
@@ -156,8 +158,8 @@ class Bench:
                 ended.append(outcome)
                 done.set()
 
-            if whole is not None:
-                whole(step, end)
+            if on_host is not None:
+                on_host(step, end)
             else:
                 submit(Message(codec, route, [self.result], [context], memory), channel, end)
             done.wait()
@@ -170,14 +172,15 @@ class Bench:
         way.run = run
         return way
 
-    def _whole(
+    def _on_host(
         self, codec: Codec, route: str, channel: PipelineChannel, memory: Memory, floor: Floor | torch.Tensor | None
     ) -> _Start | None:
-        """How to send the gradient by a codec of whole messages; None: it is not one."""
-        messages = message_codec(codec)
-        codes = messages is not None and (Route.parse(route).compresses or codec.lossless)
-        if messages is None or not codes or self.own.device.type != "cpu":
+        """How the host runner sends the gradient; None: it does not."""
+        if self.own.device.type != "cpu":
             return None
+        messages = codes_messages(codec, route)
+        if messages is None:
+            return functools.partial(self._in_rounds, codec, channel, memory)
         message = HostMessage(messages, route, ["gradient"], [self.result])
         program, runner = message.program(channel.topology), runner_of(channel)
 
@@ -187,6 +190,16 @@ class Bench:
             runner.submit(program, message.values, about, done)
 
         return start
+
+    def _in_rounds(
+        self, codec: Codec, channel: PipelineChannel, memory: Memory, step: int, done: Callable[[Outcome], None]
+    ) -> None:
+        context = Context(
+            "gradient", step, rank=self._rank, world=self._world, state=memory.state("gradient", codec.name)
+        )
+        about = coding.Message(["gradient"], self.result.dtype, self._rank, self._world, step)
+        start = functools.partial(rounds.of, codec, [self.result], [context], memory)
+        submit_rounds(runner_of(channel), f"{codec} at step {step}", start, about, done)
 
     # -- verification -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A codec is a frozen dataclass: the configured object is the configuration. `parse(str(codec)) == codec`.
 A codec implements `_encode`, `_decode` and `_body_bound` on flat tensors and bodies; this file adds the frame,
 the checks and the text form. A codec that needs several rounds of communication (`rounds > 1`) implements
-`reduce` instead.
+`in_rounds` instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -137,7 +137,7 @@ class Codec:
     error: ClassVar[str] = "none"  # what is lost, in a few words
     summable: ClassVar[bool] = False  # frames can be averaged without decoding them: see addends()
     fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
-    rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement reduce()
+    rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement in_rounds()
     routes: ClassVar[tuple[str, ...]] = ()  # the only ones that it can take; none: any that codes
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor
     shaped: ClassVar[bool] = False  # rounds by Context.shape; an exchange codes it in whole messages alone
@@ -210,15 +210,29 @@ class Codec:
         elif not isinstance(value, torch.Tensor | int | float):
             raise saved.refuse(where, value, "a tensor or a number")
 
+    def in_rounds(
+        self, tensors: list[torch.Tensor], contexts: list[Context]
+    ) -> Generator[torch.Tensor, None, list[Reduced]]:
+        """For codecs of several rounds: the mean of each tensor over all ranks.
+
+        Yields contiguous tensors; each has been replaced by its mean over all ranks, in one collective, when this goes
+        on. No mean of a gradient may be larger than the sum of the magnitudes in all averages: whether it is finite is
+        asked of these.
+        """
+        raise Unsupported(f"{self} has one round: use encode and decode")
+
     def reduce(
         self, tensors: list[torch.Tensor], contexts: list[Context], average: Callable[[torch.Tensor], None]
     ) -> list[Reduced]:
-        """For codecs of several rounds: the mean of each tensor over all ranks.
-
-        `average` replaces a contiguous tensor by its mean over all ranks; each call is one collective. No mean may be
-        larger than the sum of the magnitudes in all averages: whether it is finite is asked of these.
-        """
-        raise Unsupported(f"{self} has one round: use encode and decode")
+        """For codecs of several rounds: `in_rounds` with a function that replaces a tensor by its mean."""
+        rounds = self.in_rounds(tensors, contexts)
+        while True:
+            try:
+                flat = next(rounds)
+            except StopIteration as end:
+                results: list[Reduced] = end.value
+                return results
+            average(flat)
 
     def in_place(self, tensors: list[torch.Tensor], contexts: list[Context]) -> InPlace | None:
         """What is to be used instead of `reduce` for these tensors, on all ranks; None: nothing."""

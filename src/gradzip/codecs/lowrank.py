@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -39,6 +39,7 @@ from .base import Context, InPlace, Kept, Left, Lossy, Reduced, register, wide
 from .random import key_of, uniform
 
 Average = Callable[[torch.Tensor], None]
+_Means = Generator[torch.Tensor, None, list[torch.Tensor]]
 _MOST_KNOWN = 16  # sets of addresses: memory comes back at the same few
 
 
@@ -81,7 +82,9 @@ class PowerSGD(Lossy):
             return rows * columns
         return (rows + columns) * self.rank * (0.5 if self.alternate else 1)
 
-    def reduce(self, tensors: list[torch.Tensor], contexts: list[Context], average: Average) -> list[Reduced]:
+    def in_rounds(
+        self, tensors: list[torch.Tensor], contexts: list[Context]
+    ) -> Generator[torch.Tensor, None, list[Reduced]]:
         halves = tuple(ctx.state.get("half", 0) for ctx in contexts) if self.alternate else None
         wanted = tuple(ctx.whole for ctx in contexts)
         whole, groups = self._arranged(tuple(t.shape for t in tensors), wanted, halves)
@@ -89,10 +92,10 @@ class PowerSGD(Lossy):
         plain = [wide(tensors[i]) for i in whole]
         batches = [self._batch(group, tensors, contexts, dtype) for group in groups]
         if self.alternate:
-            means = self._half_step(batches, plain, average)
+            means = yield from self._half_step(batches, plain)
         else:
-            means = _averaged(plain, average)
-            self._step(batches, average)
+            means = yield from _averaged(plain)
+            yield from self._step(batches)
         results = {i: Reduced(mean, None) for i, mean in zip(whole, means)}
         for batch in batches:
             places = batch.group.places
@@ -150,13 +153,13 @@ class PowerSGD(Lossy):
             [contexts[i] for i in group.places],
         )
 
-    def _step(self, batches: list[_Batch], average: Average) -> None:
+    def _step(self, batches: list[_Batch]) -> Generator[torch.Tensor, None, None]:
         if not batches:
             return
         left, lefts = self._room(batches, [b.group.rows for b in batches])
         for batch, q, p in zip(batches, self._starts(batches), lefts):
             torch.bmm(batch.matrices, q, out=p)
-        average(left)
+        yield left
         lefts = _orthonormal(lefts)
         right, rights = self._room(batches, [b.group.columns for b in batches])
         for batch, p, q in zip(batches, lefts, rights):
@@ -164,7 +167,7 @@ class PowerSGD(Lossy):
         if self.error_memory is not None:
             for batch, p, q in zip(batches, lefts, rights):
                 batch.residual = batch.matrices.baddbmm_(p, q.mT, alpha=-1)
-        average(right)
+        yield right
         for batch, p, q in zip(batches, lefts, rights):
             batch.mean = torch.bmm(p, q.mT)
             for ctx, factor in zip(batch.contexts, q.unbind()):
@@ -172,11 +175,11 @@ class PowerSGD(Lossy):
                 ctx.state.pop("half", None)
                 ctx.state["q"] = factor
 
-    def _half_step(self, batches: list[_Batch], plain: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
+    def _half_step(self, batches: list[_Batch], plain: list[torch.Tensor]) -> _Means:
         basis = _orthonormal(self._starts(batches))
         turned = [b.matrices.mT if b.group.half else b.matrices for b in batches]
         own = [torch.bmm(m, q) for m, q in zip(turned, basis)]
-        averaged = _averaged([*plain, *own], average)
+        averaged = yield from _averaged([*plain, *own])
         for batch, q, p_own, p in zip(batches, basis, own, averaged[len(plain) :]):
             half = batch.group.half
             batch.mean = torch.bmm(q, p.mT) if half else torch.bmm(p, q.mT)
@@ -426,12 +429,12 @@ def _columns(last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return last[:, :wanted] if had > wanted else torch.cat([last, fresh[:, had:]], 1)
 
 
-def _averaged(tensors: list[torch.Tensor], average: Average) -> list[torch.Tensor]:
+def _averaged(tensors: list[torch.Tensor]) -> _Means:
     """The mean of each tensor over all ranks, by one collective for all of them."""
     if not tensors:
         return []
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    average(flat)
+    yield flat
     parts = flat.split_with_sizes([t.numel() for t in tensors])
     return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors)]
 

@@ -19,12 +19,12 @@ from functools import lru_cache
 import torch
 
 from ..codecs import Codec, Context
-from ..codecs.base import wide
 from ..codecs.baseline import Cast, Identity
 from ..errors import Unsupported, nearest
 from ..exchange.finiteness import all_finite
 from ..exchange.flattening import flatten, unflatten
 from ..exchange.outcome import Outcome
+from ..exchange.rounds import decode_mean, encoded
 from ..feedback import Memory
 from ..routes import NAMED, Route
 from .blobs import Blob
@@ -254,37 +254,15 @@ def _sum16(codec: Cast, layout: Layout, coder: TensorCoder, world: int) -> Steps
 def _addends(message: Message, channel: PipelineChannel, job: Job, outcome: Outcome) -> Steps:
     """The numbers inside summable frames are averaged, then decoded once."""
     _wait_for(message.ready)
-    frames = _encoded(message)
+    about = message.codec, message.tensors, message.contexts
+    frames = encoded(*about, message.memory, message.scale)
     if job.crossing is not None:
         job.crossing.append(frames)
     flat = torch.cat([message.codec.addends(frame) for frame in frames])
     plain, carried = _Plain(flat), channel.carries(flat.numel() * flat.itemsize)
     executor = Executor(NAMED[ALLREDUCE], plain.layout, plain, channel.groups, channel.world, job.crossing, carried)
     yield from executor.steps()
-    _summed(message, frames, flat, outcome)
-
-
-def _encoded(message: Message) -> list[torch.Tensor]:
-    """A frame for each tensor, what was lost before included; what is lost now goes to memory."""
-    frames = []
-    for tensor, ctx in zip(message.tensors, message.contexts):
-        x = message.memory.compensated(ctx.name, tensor, message.scale)
-        frame = message.codec.encode(flatten(x, tensor).to(tensor.dtype), ctx)
-        residual = None
-        if message.codec.error_memory is not None:
-            residual = wide(x) - unflatten(message.codec.decode(frame, ctx), tensor)
-        message.memory.lost(ctx.name, residual, message.scale)
-        frames.append(frame)
-    return frames
-
-
-def _summed(message: Message, frames: list[torch.Tensor], flat: torch.Tensor, outcome: Outcome) -> None:
-    """Puts the mean of the numbers into the frames, and decodes them."""
-    own = [message.codec.addends(frame) for frame in frames]
-    for numbers, mean in zip(own, flat.split_with_sizes([a.numel() for a in own])):
-        numbers.copy_(mean)
-    for tensor, ctx, frame in zip(message.tensors, message.contexts, frames):
-        tensor.copy_(unflatten(message.codec.decode(frame, ctx), tensor))
+    decode_mean(*about, frames, flat)
     outcome.finite, outcome.collectives = all_finite(message.tensors), 1
 
 

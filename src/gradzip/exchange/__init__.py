@@ -6,6 +6,8 @@ compiler      makes the program of a route and a message's layout
 coding        what a codec offers that codes whole messages; the values as they are, or cast to 16 bits
 noise         the codec noise for whole messages
 codecs        which codecs code whole messages
+rounds        codecs of several rounds, and sums of frames: generators that yield what is to be averaged
+rounds_on_host  runs these on the host
 interpreter   runs a program for all ranks in one process, in plain torch: the oracle
 on_host       runs a program over Gloo, from and to the memory of the CPU
 on_stream     runs messages of known size on CUDA streams over NCCL, without waiting for the host

@@ -36,7 +36,7 @@ _RAW: dict[str, Callable[[Any], Raw]] = {
 
 @lru_cache(maxsize=64)
 def message_codec(codec: Codec) -> MessageCodec | None:
-    """The codec for whole messages on the host; None: it reduces in several rounds, in collectives/."""
+    """The codec for whole messages on the host; None: it reduces in several rounds."""
     if codec.rounds > 1:
         return None
     if codec.name in _RAW and codec.error_memory is None:
@@ -52,6 +52,14 @@ def codec_for_device(codec: Codec, route: Route) -> MessageCodec | None:
         return None
     whole = message_codec(codec)
     return GenericMessages(codec) if places == {"gpu"} and isinstance(whole, ScaledMessages) else whole
+
+
+def codes_messages(codec: Codec, route: str) -> MessageCodec | None:
+    """The codec for whole messages that go by a route on the host; None: they go in rounds (rounds.py)."""
+    found = message_codec(codec)
+    if found is None or not (codec.lossless or found.adds_frames or Route.parse(route).compresses):
+        return None
+    return found
 
 
 def fills_frames(codec: Codec) -> bool:

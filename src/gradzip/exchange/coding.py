@@ -198,6 +198,7 @@ class MessageCodec(ABC):
     known_size: ClassVar[bool]  # a frame's size follows from its table
     codes_sums: bool = False  # sums are coded as they are and divided at the end; else their means are coded
     cuttable: bool = True  # chunks may cut parts
+    adds_frames: bool = False  # plain values in another type: where a route codes nothing, these are averaged instead
     widest: int = 8  # bytes of a value, at the most
 
     @abstractmethod
@@ -214,7 +215,7 @@ class Raw(MessageCodec):
     known_size = True
 
     def __init__(self, text: str, rounded: torch.dtype | None = None) -> None:
-        self.text, self._rounded = text, rounded
+        self.text, self._rounded, self.adds_frames = text, rounded, rounded is not None
 
     def kind(self, kind: torch.dtype) -> torch.dtype:
         """The type in which values of that type travel."""

@@ -28,7 +28,7 @@ class DeviceRun(on_host.Run):
     def __init__(
         self,
         channel: Channel,
-        sent: on_host.Sent,
+        sent: on_host.SentMessage,
         chunk: on_host.Chunk,
         number: int,
         ready: streams.Mark = None,

@@ -6,6 +6,7 @@ shows in the result. Frames are lists: for each term of a sum, a frame for each 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,31 @@ from .program import (
     Step,
     Summing,
 )
+from .rounds import Rounds, averaging
+from .topology import Topology
 
 Tensors = list[torch.Tensor]
 Coded = list[list[torch.Tensor]]  # by term and owner
+
+
+def run_rounds(of_ranks: Sequence[Rounds], topology: Topology) -> list[bool]:
+    """An exchange in rounds, of all ranks; what each rank's ended with."""
+    for number in itertools.count(1):
+        flats, ended = list[torch.Tensor](), list[bool]()
+        for rounds in of_ranks:
+            try:
+                flats.append(next(rounds).view(-1))
+            except StopIteration as end:
+                ended.append(end.value)
+        if ended:
+            assert not flats, "ranks have different numbers of rounds"
+            return ended
+        program = averaging(number, flats[0].numel(), flats[0].dtype, topology)
+        messages = [Message(program.names, program.dtype, rank, topology.world) for rank in range(topology.world)]
+        means = Interpreter(program, RAW, messages).run([[flat] for flat in flats])
+        for flat, (mean,) in zip(flats, means):
+            flat.copy_(mean)
+    raise AssertionError
 
 
 class Interpreter:

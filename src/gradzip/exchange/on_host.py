@@ -10,6 +10,7 @@ each are its bytes and a number that all ranks know: of the program, the step an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import threading
@@ -18,12 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..errors import CodecError, PeerError
-from ..routes import Route
+from ..routes import NAMED, Route
 from ..spans import span
 from . import streams
 from .channel import Channel
@@ -96,6 +97,10 @@ class HostProgram:
         self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable, two_from)]
 
 
+def _nothing() -> None:
+    """There is nothing to wait for, and nobody to tell."""
+
+
 class HostMessage:
     """Tensors that travel together by one codec and route, for as long as they stay where they are."""
 
@@ -119,6 +124,8 @@ class HostMessage:
         if self._program is None:
             sizes, sums = [tensor.numel() for tensor in self.values.tensors], self.codec.codes_sums
             route = Route.parse(self._route)
+            if self.codec.adds_frames and not route.compresses:
+                route = NAMED["alltoall"]  # an all-reduce of frames, lowered: all-to-all, sums, all-gather
             program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
             on_device = streams.are_needed(self.values.tensors[0].device)
             cut = (CHUNK_ON_DEVICE, self._route, TWO_FROM) if on_device else (CHUNK, self._route, None)
@@ -141,31 +148,17 @@ class Chunk:
 
 @dataclass(eq=False)
 class Sent:
-    """A message on its way."""
+    """What was submitted and is on its way."""
 
-    prepared: HostProgram
-    values: Values
     message: Message
-    begin: Callable[[], None]  # called before the first encode, where it may wait
     agreed: Callable[[], None]  # returns when all ranks have said that they do the same; raises if they do not
-    done: Callable[[Outcome], None]
-    enqueued: Callable[[], None]  # called when the means are on the current stream of a device, maybe still to be done
-    outcome: Outcome = field(default_factory=Outcome)
-    coder: Coder | None = None
-    left: int = 0  # chunks
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: Callable[[Outcome], None] = field(init=False)
+    outcome: Outcome = field(default_factory=Outcome, kw_only=True)
+    left: int = field(default=1, kw_only=True)  # chunks
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def report(self) -> None:
-        """Takes note of what came of the message, when the last chunk is through."""
-        outcome = self.outcome
-        outcome.collectives = 1
-        assert self.coder is not None
-        self.coder.finish()
-        noisy = self.coder.noisy(self.values)
-        outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
-        if noisy is not None:
-            outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
-            outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
+        """Takes note of what came of it, when the last chunk is through."""
 
     def end(self, error: BaseException | None = None) -> None:
         """A chunk is through, or has failed; tells whoever waits for the message, once."""
@@ -183,13 +176,33 @@ class Sent:
             self.done(self.outcome)
 
 
+@dataclass(eq=False)
+class SentMessage(Sent):
+    prepared: HostProgram
+    values: Values
+    begin: Callable[[], None] = _nothing  # called before the first encode, where it may wait
+    enqueued: Callable[[], None] = _nothing  # called when the means are on the current stream, maybe still to be done
+    coder: Coder | None = None
+
+    def report(self) -> None:
+        outcome = self.outcome
+        outcome.collectives = 1
+        assert self.coder is not None
+        self.coder.finish()
+        noisy = self.coder.noisy(self.values)
+        outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
+        if noisy is not None:
+            outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
+            outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
+
+
 class HostRunner:
     """Runs messages in the order in which they are submitted, which is the same on all ranks."""
 
     def __init__(self, channel: Channel) -> None:
         self.agreed: set[str] = set()  # descriptions of messages that ranks have told each other of
-        self._channel = channel
-        self._queues: list[SimpleQueue[Run | None]] = [SimpleQueue() for _ in range(THREADS)]
+        self.channel = channel
+        self._queues: list[SimpleQueue[Running | None]] = [SimpleQueue() for _ in range(THREADS)]
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._under_way: dict[Sent, None] = {}
@@ -212,7 +225,8 @@ class HostRunner:
         `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
         all ranks send the same. Values on a device are there when `ready` is.
         """
-        kind, device = Run, values.tensors[0].device
+        kind: type[Run] = Run
+        device = values.tensors[0].device
         if streams.are_needed(device):
             from .from_device import DeviceRun, Offloaded
 
@@ -221,6 +235,12 @@ class HostRunner:
                 values, begin, done = offloaded.values, offloaded.fetch, offloaded.put_back
             else:
                 kind = DeviceRun
+        sent = SentMessage(message, agreed, prepared, values, begin, enqueued, left=len(prepared.chunks))
+        runs = [functools.partial(kind, self.channel, sent, chunk, ready=ready) for chunk in prepared.chunks]
+        self.take(sent, done, runs)
+
+    def take(self, sent: Sent, done: Callable[[Outcome], None], chunks: Sequence[Callable[[int], Running]]) -> None:
+        """Starts chunks, each of which is made with its number."""
 
         def ended(outcome: Outcome) -> None:
             with self._changed:
@@ -228,13 +248,13 @@ class HostRunner:
                 self._changed.notify_all()
             done(outcome)
 
-        sent = Sent(prepared, values, message, begin, agreed, ended, enqueued, left=len(prepared.chunks))
+        sent.done = ended
         with self._changed:
             self._under_way[sent] = None
             if not self._threads:
                 self._start()
-            for chunk in prepared.chunks:
-                self._queues[0].put(kind(self._channel, sent, chunk, self._count, ready))
+            for chunk in chunks:
+                self._queues[0].put(chunk(self._count))
                 self._count += 1
 
     def drain(self) -> None:
@@ -277,7 +297,7 @@ class HostRunner:
                         while not over and number == THREADS - 1:
                             over = run.go_on()
                     except BaseException as error:  # buffers are not handed back: data may still arrive there
-                        run.sent.end(self._channel.error or self._channel.explained(error))
+                        run.sent.end(self.channel.error or self.channel.explained(error))
                         self._free.release()
                         continue
                     if over:
@@ -303,10 +323,39 @@ def runner_of(channel: Channel) -> HostRunner:
     return runner
 
 
+class Running(Protocol):
+    """What the runner's threads take one behind the other."""
+
+    @property
+    def sent(self) -> Sent: ...
+    def stream(self) -> streams.Stream:
+        """What the thread that goes on with it works on."""
+        ...
+
+    def go_on(self) -> bool:
+        """Up to the next exchange, which is started; True if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Hands buffers back."""
+        ...
+
+
 class Run:
     """One chunk in one step, on this rank."""
 
-    def __init__(self, channel: Channel, sent: Sent, chunk: Chunk, number: int, ready: streams.Mark = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        sent: SentMessage,
+        chunk: Chunk,
+        number: int,
+        ready: streams.Mark = None,
+        first_stage: int = 0,
+        what: str = "",
+    ) -> None:
+        """`first_stage` and `what`: it is part of something that has been through so many stages."""
+        self._first_stage, self.stages = first_stage, len(chunk.stages)
         self.sent, self._channel, self._chunk = sent, channel, chunk
         self._program, self._rank = chunk.program, channel.rank
         self._number, self._stage = number, 0
@@ -319,7 +368,8 @@ class Run:
         self._expected: dict[int, tuple[torch.Tensor, list[int]]] = {}  # what comes from each rank: where, and bounds
         self._land: Callable[[], None] = lambda: None
         names = self._program.names
-        self._what = f"{sent.prepared.words} at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
+        which = f"at step {sent.message.step} for {names[0]!r} and {len(names) - 1} more"
+        self._what = what or f"{sent.prepared.words} {which}"
 
     def go_on(self) -> bool:
         """Up to the next exchange, which is started; True if there is none."""
@@ -370,7 +420,7 @@ class Run:
         return self._pending is not None
 
     def _saw(self, kind: str) -> None:
-        self._channel.watch.saw(kind, self._stage, FIRST_NUMBER + self._number, self._what)
+        self._channel.watch.saw(kind, self._first_stage + self._stage, FIRST_NUMBER + self._number, self._what)
 
     def close(self) -> None:
         """Hands buffers back."""
@@ -578,7 +628,7 @@ class Run:
 
     def _tag(self) -> int:
         what, chunk = self._chunk.digest % _DIGESTS, self._number % _CHUNKS
-        return _FIRST_TAG + (what * _CHUNKS + chunk) * _EXCHANGES + self._stage % _EXCHANGES
+        return _FIRST_TAG + (what * _CHUNKS + chunk) * _EXCHANGES + (self._first_stage + self._stage) % _EXCHANGES
 
     # -- buffers ------------------------------------------------------------------------------------------------
 

@@ -660,7 +660,7 @@ class _Scheme:
         self.ways, self.streams = ways, runner == runners.STREAM
         self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
         self.plain = set(counts) == {PLAIN}
-        self.whole = any(way.whole is not None for way in ways.values())
+        self.whole = any(way.whole is not None and not way.late for way in ways.values())
         self.shaped = any(way.codec.shaped for way in ways.values())
         self.graded = any(way.floor is not None for way in ways.values())
         self.factors = any(way.route == FACTORS for way in ways.values())

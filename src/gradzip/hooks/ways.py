@@ -18,7 +18,7 @@ from ..codecs.gcomp import GComp
 from ..collectives import route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
-from ..exchange.codecs import codec_for_device, message_codec
+from ..exchange.codecs import codec_for_device, codes_messages, message_codec
 from ..exchange.coding import MessageCodec
 from ..exchange.flattening import flatten
 from ..exchange.topology import Topology
@@ -174,13 +174,11 @@ class Ways:
     def _way(self, codec: Codec, option: Option, parameter: torch.Tensor) -> Way:
         route = self._route(codec, option)
         late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
-        # Codecs whose frames can be added up without decoding them go by torch's sums: collectives/message.py.
         whole: MessageCodec | None = None
-        if not late and (Route.parse(route).compresses or codec.lossless):
-            if self._device.type == "cpu" or codec.shaped:  # shaped codecs of GPUs go on streams
-                whole = message_codec(codec)
-            elif self._from_device:
-                whole = codec_for_device(codec, Route.parse(route))
+        if self._device.type == "cpu" or codec.shaped:  # shaped codecs of GPUs go on streams
+            whole = codes_messages(codec, route)
+        elif self._from_device and not late and (Route.parse(route).compresses or codec.lossless):
+            whole = codec_for_device(codec, Route.parse(route))
         return Way(codec, route, late, None, whole)
 
     def _route(self, codec: Codec, option: Option) -> str:
