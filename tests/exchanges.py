@@ -36,8 +36,10 @@ def connect(per_host: int = LOCAL) -> PipelineChannel:
 class Exchanger:
     """Sends messages of tensors that keep their names, and hence their residuals, from call to call."""
 
-    def __init__(self, to: PipelineChannel) -> None:
+    def __init__(self, to: PipelineChannel, by_collectives: bool = False) -> None:
+        """`by_collectives`: as gradients of models on GPUs go, also where there is no GPU."""
         self.channel, self.memory, self.step = to, Memory(to.rank), 0
+        self._by_collectives = by_collectives or to.device.type != "cpu"
         self._waiting: list[tuple[threading.Event, list[Outcome]]] = []
 
     def send(self, codec: str, route: str | None, tensors: dict[str, torch.Tensor]) -> None:
@@ -55,7 +57,7 @@ class Exchanger:
             done.set()
 
         self._waiting.append((done, outcomes))
-        if self.channel.device.type == "cpu":
+        if not self._by_collectives:
             whole = codes_messages(chosen, by)
             if whole is not None:
                 self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)

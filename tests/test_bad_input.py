@@ -70,7 +70,7 @@ def differing(rank: int, runner: str, policy: str) -> dict[str, str]:
         torch.__version__ = version
         took = time.monotonic() - began
         assert took < LONG.total_seconds() / 2, f"{what}: it waited for the timeout, {took:.0f} s"
-        dist.barrier()
+        dist.monitored_barrier(timeout=LONG)  # a slow machine gives them more than a collective's 30 s
     return said
 
 

@@ -42,7 +42,7 @@ def connected(transport: str, device: torch.device) -> PipelineChannel:
 
 def both_ways(device: torch.device, rounds: int) -> list[str]:
     """Random tensors by random codecs and routes, over Gloo and by the carrier; what came out differently."""
-    ways = [Exchanger(connected(transport, device)) for transport in ("gloo", "nccl")]
+    ways = [Exchanger(connected(transport, device), by_collectives=True) for transport in ("gloo", "nccl")]
     choose, differing, rank = random.Random(3), list[str](), dist.get_rank()
     for number in range(rounds):
         codec = choose.choice(CODECS)
@@ -68,7 +68,7 @@ def both_ways(device: torch.device, rounds: int) -> list[str]:
 
 def wrong_means(device: torch.device, routes: list[str], numel: int) -> list[str]:
     """Those routes whose result is not exactly the mean."""
-    exchanger, rank = Exchanger(connected("nccl", device)), dist.get_rank()
+    exchanger, rank = Exchanger(connected("nccl", device), by_collectives=True), dist.get_rank()
     mean = torch.stack([whole_numbers(numel, r) for r in range(dist.get_world_size())]).mean(0)
     sent = {name: whole_numbers(numel, rank).to(device) for name in routes}
     for name, values in sent.items():  # all of them at once
