@@ -84,15 +84,14 @@ class Layout:
     def owners(self) -> torch.Tensor:
         """(N,) the rank that owns each value."""
         index = self.index_of[:, None] + torch.arange(BLOCK, device=self.device)
-        return (self.owner[self.tensor_of, None] + index // self.part[self.tensor_of, None]).view(-1)
+        return ((self.owner[self.tensor_of, None] + index // self.part[self.tensor_of, None]) % self.world).view(-1)
 
 
 def _part(name: str, size: int, world: int) -> tuple[int, int]:
     """The owner of the tensor's first part, and how many values each part has."""
-    if size < PART * world:
-        hashed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
-        return hashed % world, max(size, BLOCK)
-    return 0, -(-size // (world * PART)) * PART
+    hashed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    part = max(size, BLOCK) if size < PART * world else -(-size // (world * PART)) * PART
+    return hashed % world, part
 
 
 def _lane_sums(rows: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def _mean(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, span)
     position = at.to(tl.int64) * span + lane
     index = tl.load(index_of + block) + (at % (_BLOCK // span)) * span + lane
-    rank_of = tl.load(owner_of + tensor) + index // tl.load(part_of + tensor)
+    rank_of = (tl.load(owner_of + tensor) + index // tl.load(part_of + tensor)) % world
     if shaped:
         shape = tl.load(d + run.to(tl.int64) * length + position).to(tl.int32)
     else:

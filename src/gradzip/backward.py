@@ -25,6 +25,7 @@ from .collectives import Elsewhere, Job, Message, PipelineChannel, average_plain
 from .collectives.message import no_steps
 from .collectives.pipeline import Agreement
 from .exchange import coding, rounds
+from .exchange.codecs import codes_messages
 from .exchange.finiteness import all_finite
 from .exchange.gloo import Broken
 from .exchange.on_host import runner_of
@@ -382,7 +383,8 @@ class Backward:
     def _submit(self, message: Message, done: Callable[[Outcome], None]) -> None:
         """Sends gradients that are not coded as one message: on CPUs by the host runner, in rounds."""
         in_place = message.prepared is not None and message.prepared.in_place is not None
-        if self.channel.device.type != "cpu" or in_place:
+        in_rounds = codes_messages(message.codec, message.route) is None
+        if self.channel.device.type != "cpu" or in_place or not in_rounds:
             submit(message, self.channel, done)
             return
         what, names = message.describe(), [context.name for context in message.contexts]
