@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 from gradzip import backward
 from gradzip.collectives import pipeline
-from gradzip.engines.cuda import hot, launch
+from gradzip.engines.cuda import launch, pack_select
 
 _FLAWED_AT = 10 * 8  # the address in kernels' arguments where they say that a mean is not finite
 
@@ -102,7 +102,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     launch.emulator = Idle()
-    hot.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
     count_all()
     torch.manual_seed(0)
     model = DistributedDataParallel(Gpt2(width=48, blocks=12, heads=4, vocabulary=100, length=16), bucket_cap_mb=0.12)

@@ -1,7 +1,7 @@
 """Writes docs/compatibility.md from the tests that prove it.
 
-The table of pairs has a cell for every case of tests/test_pairs.py and for nothing else; the lines below it name their
-tests, and tests/test_pages.py holds them to that.
+The table of pairs has a cell for every case of tests/test_feature_pairs.py and for nothing else; the lines below it
+name their tests, and tests/test_pages.py holds them to that.
 """
 
 from __future__ import annotations
@@ -134,16 +134,17 @@ HEAD = """# What it works with
 ([troubleshooting.md](troubleshooting.md)).
 
 ## In pairs, with DistributedDataParallel
-`test_pairs.py::test_pair` trains two ranks with each feature alone (on the diagonal) and with each pair of features.
-A ✓ means: `gcomp:mode=lossless` ends with the same parameters as plain DDP, to the bit, and `gcomp:ulps=4096` and
-`topk` leave all replicas identical. torch.compile is used with its `eager` backend, which needs no compiler.
+`test_feature_pairs.py::test_pair` trains two ranks with each feature alone (on the diagonal) and with each pair of
+features. A ✓ means: `gcomp:mode=lossless` ends with the same parameters as plain DDP, to the bit, and
+`gcomp:ulps=4096` and `topk` leave all replicas identical. torch.compile is used with its
+`eager` backend, which needs no compiler.
 
 """
 
 BELOW = """
-These tests run on CPUs over Gloo, in every run of the tests. `test_pairs.py::test_pair_over_nccl` has the same {count}
-cases over **NCCL**. They need a GPU, which ranks may share; all passed on an H200. gradzip's own data travels over Gloo
-in both.
+These tests run on CPUs over Gloo, in every run of the tests. `test_feature_pairs.py::test_pair_over_nccl` has the
+same {count} cases over **NCCL**. They need a GPU, which ranks may share; all passed on an H200. gradzip's own data
+travels over Gloo in both.
 
 ## One by one
 Each line is tested on CPUs over Gloo with two or more ranks, unless it says otherwise.
@@ -154,7 +155,7 @@ Each line is tested on CPUs over Gloo with two or more ranks, unless it says oth
 
 
 def page() -> str:
-    from test_pairs import CASES, FEATURES
+    from test_feature_pairs import CASES, FEATURES
 
     def cell(a: str, b: str) -> str:
         return "✓" if {a if a == b else f"{a} + {b}", f"{b} + {a}"} & set(CASES) else ""

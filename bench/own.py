@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import capture
-from gradzip.codecs import own
+from gradzip.codecs import local_lossless
 
 POLICIES = ("gcomp:mode=lossless", "gcomp:own=near", "gcomp:own=lossless", "gcomp", "gcomp:ulps=256")
 BATCH = 4  # sequences
 TYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_look = own.smaller_lossless
+_look = local_lossless.smaller_lossless
 
 
 class Looks:
@@ -52,7 +52,7 @@ def train(policy: str, kind: str, options: argparse.Namespace) -> dict[str, Any]
     model = DistributedDataParallel(capture.ByteModel(capture.ModelSize(options.width, options.blocks, BATCH)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=capture.PEAK_LR)
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "fp16")
-    own.smaller_lossless = looks = Looks()
+    local_lossless.smaller_lossless = looks = Looks()
     handle = gradzip.attach(model, optimizer, policy, scaler=scaler if kind == "fp16" else None)
     text, rng = capture.corpus(), torch.Generator().manual_seed(dist.get_rank())
     for step in range(1, options.steps + 1):

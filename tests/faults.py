@@ -29,7 +29,7 @@ LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(16, 24), "a corrupt head": slice(8, 16)}
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
-# What carries data: the second is over Gloo, without a GPU (standin.py); then the host runner of exchange/, and the
+# What carries data: the second is over Gloo, without a GPU (fake_nccl.py); then the host runner of exchange/, and the
 # stream runner, over the model's own NCCL group.
 WAYS = ("gloo", "stand-in", "nccl", "noise", "stream")
 ON_GPU = ("nccl", "stream")
@@ -41,7 +41,7 @@ def victim_of(fault: str) -> int:
 
 
 def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
-    import standin
+    import fake_nccl
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -56,7 +56,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     on_gpu = way in ON_GPU
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if way == "stand-in":
-        standin.stand_in()
+        fake_nccl.stand_in()
     elif on_gpu:
         torch.cuda.set_device(device)
         channel._least = 0

@@ -8,7 +8,7 @@ import emulated
 import torch
 import torch.distributed as dist
 
-from gradzip.engines.cuda import hot, launch
+from gradzip.engines.cuda import launch, pack_select
 from gradzip.exchange import on_stream, slots
 from gradzip.hooks import runners
 
@@ -24,7 +24,7 @@ def install(room: float = 100.0) -> None:
     launch.load_once.cache_clear()
     on_stream.reason_against = lambda group, device: None  # type: ignore[assignment]
     on_stream.all_reduce = in_order
-    hot.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
     runners.RUN_ON_GPUS |= {"powersgd", runners.LEARNS}
 
 

@@ -1,6 +1,6 @@
 """Exchanges that a carrier takes: one order on all ranks whatever the timing, exact sizes, and the same bits as Gloo's.
 
-What stands in for NCCL (standin.py) matches messages by their order alone and refuses sizes that differ.
+What stands in for NCCL (fake_nccl.py) matches messages by their order alone and refuses sizes that differ.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def wrong_means(device: torch.device, routes: list[str], numel: int) -> list[str
 
 
 def carried(rank: int) -> dict[str, Any]:
-    import standin
+    import fake_nccl
 
-    standin.stand_in()
+    fake_nccl.stand_in()
     late, seen = random.Random(rank), list[str]()
-    plainly = standin.Ordered.exchange
+    plainly = fake_nccl.Ordered.exchange
 
     def noted(self: Any, into: Any, out: Any) -> Any:
         seen.append(threading.current_thread().name)
@@ -91,8 +91,8 @@ def carried(rank: int) -> dict[str, Any]:
     def probe(kind: str, stage: int, number: int) -> None:
         time.sleep(late.random() * 0.002)
 
-    standin.Ordered.exchange = noted  # type: ignore[method-assign]
-    standin.longest = 0.003
+    fake_nccl.Ordered.exchange = noted  # type: ignore[method-assign]
+    fake_nccl.longest = 0.003
     connections._probe = probe
     device = torch.device("cpu")
     routes = [str(route) for route in covering(list(tree()))[:8]] + list(NAMED)
@@ -132,9 +132,9 @@ def test_rank_0_is_the_last_to_be_ready() -> None:
 
 
 def unlike(rank: int) -> list[str]:
-    import standin
+    import fake_nccl
 
-    standin.stand_in()
+    fake_nccl.stand_in()
     said = []
     for transport, device in (("nccl" if rank else "gloo", "cpu"), ("gloo", "meta" if rank else "cpu")):
         with pytest.raises(PeerError) as caught:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import SIZES, ZOO, generator, gradient, random_bits, same_bits, special
-from identity import isas, native_on
+from engine_cases import isas, native_on
 
 import gradzip
 from gradzip import Codec, Context, parse, wire

@@ -24,7 +24,7 @@ import gradzip
 from gradzip import Codec, Rules, backward
 from gradzip.codecs import lowrank
 from gradzip.codecs.base import Left
-from gradzip.engines.cuda import hot
+from gradzip.engines.cuda import pack_select
 from gradzip.errors import GradzipWarning, PeerError
 
 STEPS = 4
@@ -32,7 +32,7 @@ STEPS = 4
 
 def emulate() -> None:
     emulated.install()
-    hot.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
 
 
 class Slow:
@@ -119,7 +119,7 @@ def trained(rank: int) -> dict[str, Any]:
     with pytest.warns(GradzipWarning, match="a step behind"):
         run.handle.detach()
     if rank == 1:
-        hot.serves = lambda tensor: False  # type: ignore[assignment]
+        pack_select.serves = lambda tensor: False  # type: ignore[assignment]
     with pytest.raises(RuntimeError) as raised:
         start("powersgd:rank=2").step(0)
     out["apart"] = str(raised.value)

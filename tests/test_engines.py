@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import gradient, random_bits, same_bits
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from identity import (
+from engine_cases import (
     DTYPES,
     FLOORS,
     KINDS,
@@ -35,6 +33,8 @@ from identity import (
     prove,
     with_payloads,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gradzip import Context, Floor, engines, parse, wire
 from gradzip.engines import reference

@@ -21,7 +21,7 @@ from training import same
 import gradzip
 from gradzip import Accordion, Fixed, Rules
 from gradzip.codecs import parse
-from gradzip.engines.cuda import hot
+from gradzip.engines.cuda import pack_select
 from gradzip.engines.cuda.restore import Change, restore
 from gradzip.exchange import on_stream
 from gradzip.gradients import Way
@@ -43,7 +43,7 @@ OVERFLOW = 5  # the step in which a rank's gradients are infinite
 def by_host() -> None:
     """The host runner, with the kernels that the stream runner has."""
     emulated.install()
-    hot.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
 
 
 def train(task: Task, first: int, last: int, overflow: int = OVERFLOW) -> None:

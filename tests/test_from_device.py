@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
-import device_standin
 import emulated
+import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ def exchanged(
         interpreted = Interpreted(codec, route, channel.topology, dtype)
         expected.append([interpreted.step(step)[rank] for step in range(STEPS)])
     if device == "cpu":
-        device_standin.install()
+        fake_gpu.install()
     wrong = []
     for (codec, route, dtype), means in zip(cases, expected):
         whole = codec_for_device(parse(codec), Route.parse(route))
@@ -119,7 +119,7 @@ def exchanged(
                 if not all(map(same_bits, found, means[step])):
                     which = [n for n, a, b in zip(NAMES, found, means[step]) if not same_bits(a, b)]
                     wrong.append(f"{codec} by {route}, {dtype}, {cuts}, step {step}: {which[:4]}")
-    return {"wrong": wrong, "overwritten": device_standin.overwritten}
+    return {"wrong": wrong, "overwritten": fake_gpu.overwritten}
 
 
 def check(world: int, codecs: Sequence[str], routes: Sequence[str], *, dtype: torch.dtype = torch.float32) -> None:
@@ -180,7 +180,7 @@ def attached(rank: int, policies: Sequence[str]) -> dict[str, bool]:
         run = start(policy)
         run.train(0, 4)
         means[policy] = run.parameters()
-    device_standin.install()
+    fake_gpu.install()
     found = {}
     for policy in policies:
         run = start(policy)
@@ -188,7 +188,7 @@ def attached(rank: int, policies: Sequence[str]) -> dict[str, bool]:
         found[policy] = same(run.parameters(), means[policy])
         assert run.handle is not None
         assert run.handle.stats()["runner"] == "host"
-    assert device_standin.overwritten == []
+    assert fake_gpu.overwritten == []
     return found
 
 
@@ -204,7 +204,7 @@ def test_attach_trains_as_without_a_device() -> None:
 
 def damaged(rank: int) -> str:
     """Rank 1 damages what it sends behind the headers, which only the device looks at."""
-    device_standin.install()
+    fake_gpu.install()
     channel, route = connect(1), Route.parse(GPU_ALL_TO_ALL)
     whole = codec_for_device(parse("gcomp:mode=lossless"), route)
     assert whole is not None

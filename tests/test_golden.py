@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import same_bits
+from engine_cases import Case, isas, mapped, native_on
 from goldens import FOLDER, LARGEST, Golden
 from handmade import HANDMADE, Frame
-from identity import Case, isas, mapped, native_on
 
 from gradzip import Codec, Context, engines, parse, wire
 from gradzip.codecs import books

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import gradient, random_bits, same_bits, special
 from emulated import floors
+from engine_cases import with_payloads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from identity import with_payloads
 
 from gradzip import engines
 from gradzip.codecs import Context, parse

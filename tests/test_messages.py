@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import floor_for, gradient, same_bits
-from identity import native_on
+from engine_cases import native_on
 
 from gradzip import engines, parse
 from gradzip.engines import native

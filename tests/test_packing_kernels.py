@@ -1,4 +1,4 @@
-"""Kernels for the hot parts of codecs other than gcomp, against torch's operations: emulated, and on a GPU."""
+"""Kernels that pack few-bit codes and select large values, against torch's operations: emulated, and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradzip.codecs import parse, selection
 from gradzip.codecs.packing import pack, packed_bytes, unpack
-from gradzip.engines.cuda import hot, launch
+from gradzip.engines.cuda import launch, pack_select
 
 KINDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -32,9 +32,9 @@ def test_bits_are_packed_as_torch_packs_them(gpu: emulated.Emulator, count: int,
     rng = torch.Generator().manual_seed(count)
     values = torch.randint(0, 1 << bits, (count + skipped,), dtype=torch.uint8, generator=rng)[skipped:]
     expected = pack(values, bits)
-    packed = hot.pack_bits(values, bits, packed_bytes(count, bits))
+    packed = pack_select.pack_bits(values, bits, packed_bytes(count, bits))
     assert torch.equal(packed, expected)
-    assert torch.equal(hot.unpack_bits(packed, count, bits), unpack(expected, count, bits))
+    assert torch.equal(pack_select.unpack_bits(packed, count, bits), unpack(expected, count, bits))
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -47,10 +47,10 @@ def test_large_values_are_found_in_order(gpu: emulated.Emulator, dtype: torch.dt
     for share in (0.0, 0.5, 0.99, 1.0):
         least = magnitude.sort().values[int(share * (numel - 1))]
         expected = (magnitude >= least).nonzero().view(-1)
-        found = hot.select_large(x, least, numel)
+        found = pack_select.select_large(x, least, numel)
         assert found is not None
         assert torch.equal(found, expected)
-        too_many = hot.select_large(x, least, expected.numel() - 1)
+        too_many = pack_select.select_large(x, least, expected.numel() - 1)
         assert too_many is None, "more than there is room for"
 
 
@@ -61,7 +61,7 @@ def test_the_largest_are_the_same_with_kernels(
     x = gradient(numel)
     x[5000:6000] = x[0].abs()  # equal ones: the first count
     expected = selection.largest(x, numel // 100)
-    monkeypatch.setattr(hot, "serves", lambda tensor: True)
+    monkeypatch.setattr(pack_select, "serves", lambda tensor: True)
     gpu.launched.clear()
     assert torch.equal(selection.largest(x, numel // 100), expected)
     assert any(kernel.startswith("select_large") for kernel in gpu.launched)
@@ -71,7 +71,7 @@ def test_the_largest_are_the_same_with_kernels(
 @pytest.mark.parametrize("bits", range(1, 8))
 def test_a_gpu_packs_as_a_cpu_does(bits: int) -> None:
     values = torch.randint(0, 1 << bits, (1_000_003,), dtype=torch.uint8)
-    assert hot.serves(values.cuda())
+    assert pack_select.serves(values.cuda())
     packed = pack(values, bits)
     assert torch.equal(pack(values.cuda(), bits).cpu(), packed)
     assert torch.equal(unpack(packed.cuda(), values.numel(), bits).cpu(), values)

@@ -8,9 +8,9 @@ import emulated
 import pytest
 import torch
 from conftest import ZOO, generator, gradient, random_bits, same_bits
+from engine_cases import isas, native_on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from identity import isas, native_on
 
 from gradzip.engines import native_scaled, scaled_layout
 from gradzip.engines import reference_scaled as reference

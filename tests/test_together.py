@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import floor_for, gradient, same_bits, special
+from engine_cases import native_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from identity import native_on
 
 from gradzip import Context, engines, parse
 from gradzip.codecs.gcomp import GComp

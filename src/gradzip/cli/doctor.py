@@ -16,7 +16,7 @@ from ..bench import cluster
 from ..codecs import Context
 from ..collectives import nccl, transports
 from ..emulate import format_rate
-from ..engines.cuda import hot
+from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
 from .table import Column, Commands, Row, add_json, command, show
 
@@ -120,7 +120,7 @@ def _packing() -> Row:
     """How codecs other than gcomp pack bits, select values and multiply matrices on a GPU."""
     if not torch.cuda.is_available():
         return _found("other kernels", "not used: torch's operations pack, select and multiply on a CPU", "absent")
-    reason = hot.reason_against()
+    reason = pack_select.reason_against()
     if reason:
         return _found("other kernels", f"torch's operations instead, which are slower: {reason}", "absent")
     return _found("other kernels", "in use on the GPU to pack, to select, and for PowerSGD")

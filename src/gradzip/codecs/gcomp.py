@@ -26,7 +26,7 @@ from ..engines.layout import (
 from ..errors import Corrupt, Truncated, Unsupported, nearest
 from . import books
 from .base import Context, Lossy, check_shift, register
-from .own import LOSSLESS, find_lossless
+from .local_lossless import LOSSLESS, find_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")

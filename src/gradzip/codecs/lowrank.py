@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from .. import saved
-from ..engines.cuda import factors, hot
+from ..engines.cuda import factors, pack_select
 from ..engines.cuda.restore import Change
 from ..errors import Unsupported
 from .base import Context, InPlace, Kept, Left, Lossy, Reduced, register, wide
@@ -122,7 +122,7 @@ class PowerSGD(Lossy):
         if self.alternate or self.rank > factors.MOST_RANK or tensors[0].dtype != torch.float32:
             return None
         whole, groups = self._arranged(tuple(t.shape for t in tensors), tuple(ctx.whole for ctx in contexts), None)
-        if not groups or not all(hot.serves(tensors[i]) for group in groups for i in group.places):
+        if not groups or not all(pack_select.serves(tensors[i]) for group in groups for i in group.places):
             return None
         return Fused(self, tensors, whole, groups, contexts[0].seed)
 

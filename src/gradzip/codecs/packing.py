@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from ..engines.cuda import hot
+from ..engines.cuda import pack_select
 from ..errors import Corrupt
 
 TRITS_PER_BYTE = 5  # 3^5 = 243 of 256
@@ -29,8 +29,8 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return values
     size = packed_bytes(values.numel(), bits)
-    if hot.serves(values):
-        return hot.pack_bits(values, bits, size)
+    if pack_select.serves(values):
+        return pack_select.pack_bits(values, bits, size)
     groups = pad(values, (0, -values.numel() % 8)).view(-1, 8)
     if bits == 1:  # each of eight bytes is moved to its place in the highest one, and none of the others gets there
         return (groups.view(torch.int64) * _GATHERED >> 56).view(-1).to(torch.uint8)[:size]
@@ -53,8 +53,8 @@ def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None 
     assert data.numel() == packed_bytes(count, bits)
     if bits == 8:
         return data
-    if hot.serves(data):
-        values = hot.unpack_bits(data, count, bits)
+    if pack_select.serves(data):
+        values = pack_select.unpack_bits(data, count, bits)
     elif 8 % bits == 0:
         values = _by_byte(bits, data.device).index_select(0, data.int()).view(torch.uint8)
     else:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..engines.cuda import hot
+from ..engines.cuda import pack_select
 from .base import wide
 from .random import keyed_bits
 
@@ -44,8 +44,8 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
 
 def _reached(x: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tensor:
     """The ascending indices of magnitudes of at least `least`, most often no more than `expected` of them."""
-    if hot.serves(x) and x.itemsize <= 4:
-        found = hot.select_large(x, least, expected)
+    if pack_select.serves(x) and x.itemsize <= 4:
+        found = pack_select.select_large(x, least, expected)
         if found is not None:
             return found
     return (magnitudes(x) >= least).nonzero().view(-1)

@@ -261,7 +261,7 @@ def _curves(
         """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
         whole, floors = _filled(flat, values).repeat(world), _repeated(floor, values, world)
         shapes = None if shape is None else _filled(shape, values).repeat(world)
-        # Not a step at which gradients are looked at (codecs/own.py): the message that does not count does that.
+        # Not a step that looks at gradients (codecs/local_lossless.py): the message that does not count does.
         contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors, shape=shapes) for i in range(tensors)]
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradzip import Context, parse
-from gradzip.codecs import own
+from gradzip.codecs import local_lossless
 from gradzip.codecs.gcomp import GComp
 
 NEAR = GComp(own="near")
@@ -50,9 +50,11 @@ def test_the_smaller_frame_is_found(numel: int, kind: str, depth: int, zeros: fl
 def test_what_autocast_makes_of_gradients_goes_lossless(numel: int) -> None:
     x = gradient(numel, seed=numel) + 1e-5
     floor = floor_for(x)
-    found = own.smaller_lossless([(x.bfloat16().float(), floor), (x.half().float(), floor), (x, floor)])
+    found = local_lossless.smaller_lossless([(x.bfloat16().float(), floor), (x.half().float(), floor), (x, floor)])
     assert found == [True, True, False]
-    assert own.smaller_lossless([(x.bfloat16().float(), floor_for(x, depth=3))]) == [False], "4096 ulps are less"
+    assert local_lossless.smaller_lossless([(x.bfloat16().float(), floor_for(x, depth=3))]) == [False], (
+        "4096 ulps are less"
+    )
 
 
 @given(kind=st.sampled_from(sorted(KINDS)), part=st.floats(0.0, 0.9), seed=st.integers(0, 1000))
@@ -65,17 +67,20 @@ def test_zeros_and_what_is_not_finite_say_nothing(kind: str, part: float, seed: 
     where = torch.rand(3000, generator=generator(seed)) < part
     x[where] = mute[torch.randint(mute.numel(), (int(where.sum()),), generator=generator(seed + 1))]
     plain[where] = 0
-    assert own.smaller_lossless([(x, floor)]) == own.smaller_lossless([(plain, floor)])
+    assert local_lossless.smaller_lossless([(x, floor)]) == local_lossless.smaller_lossless([(plain, floor)])
 
 
 def test_nothing_known_is_near() -> None:
     zeros, floor = torch.zeros(3000), floor_for(torch.zeros(3000))
     nowhere = torch.empty(0)
     mute = [zeros, -zeros, torch.full((3000,), float("nan")), torch.full((3000,), 2.0**-140)]
-    assert own.smaller_lossless([(x, floor) for x in mute] + [(nowhere, floor_for(nowhere))]) == [False] * 5
-    assert own.smaller_lossless([(gradient(10), None), (gradient(3000).bfloat16().float(), floor)]) == [False, True]
-    assert own.smaller_lossless([(special(), floor_for(special()))]) == [False]
-    assert own.smaller_lossless([]) == []
+    assert local_lossless.smaller_lossless([(x, floor) for x in mute] + [(nowhere, floor_for(nowhere))]) == [False] * 5
+    assert local_lossless.smaller_lossless([(gradient(10), None), (gradient(3000).bfloat16().float(), floor)]) == [
+        False,
+        True,
+    ]
+    assert local_lossless.smaller_lossless([(special(), floor_for(special()))]) == [False]
+    assert local_lossless.smaller_lossless([]) == []
 
 
 def test_negative_zeros_are_sent() -> None:
@@ -85,7 +90,7 @@ def test_negative_zeros_are_sent() -> None:
     context = Context(floor=floor_for(x))
     for zero, smaller in ((0.0, True), (-0.0, False)):
         x[x == 0] = zero
-        assert own.smaller_lossless([(x, context.floor)]) == [smaller]
+        assert local_lossless.smaller_lossless([(x, context.floor)]) == [smaller]
         assert (size(NEAR.exact, x, context) < size(NEAR, x, context)) == smaller
 
 
@@ -102,10 +107,10 @@ def test_floors_may_have_the_shape_of_the_parameter() -> None:
 def test_some_values_of_all_bits_are_enough() -> None:
     """Blocks send as many bits of each value as the longest of them has."""
     x = gradient(100_000).bfloat16().float()
-    assert own.smaller_lossless([(x, floor_for(x))]) == [True]
+    assert local_lossless.smaller_lossless([(x, floor_for(x))]) == [True]
     few = torch.rand(x.numel(), generator=generator(1)) < 0.05
     x[few] = gradient(x.numel(), seed=2)[few]
-    assert own.smaller_lossless([(x, floor_for(x))]) == [False]
+    assert local_lossless.smaller_lossless([(x, floor_for(x))]) == [False]
 
 
 def test_a_matrix_is_not_judged_by_one_column() -> None:
@@ -113,7 +118,7 @@ def test_a_matrix_is_not_judged_by_one_column() -> None:
     x[:, :2] = 0
     rounded = x.bfloat16().float()
     floor = floor_for(x)
-    assert own.smaller_lossless([(x.view(-1), floor), (rounded.view(-1), floor)]) == [False, True]
+    assert local_lossless.smaller_lossless([(x.view(-1), floor), (rounded.view(-1), floor)]) == [False, True]
 
 
 @settings(max_examples=30, deadline=None)
@@ -122,10 +127,10 @@ def test_neighbours_do_not_matter(sizes: list[int], seed: int) -> None:
     """Or the result would depend on the message that a tensor travels in."""
     xs = [list(KINDS.values())[(seed + i) % 3](gradient(n, seed + i)) for i, n in enumerate(sizes)]
     pairs = [(x, floor_for(x, seed)) for x in xs]
-    alone = [own.smaller_lossless([pair])[0] for pair in pairs]
-    assert own.smaller_lossless(pairs) == alone
+    alone = [local_lossless.smaller_lossless([pair])[0] for pair in pairs]
+    assert local_lossless.smaller_lossless(pairs) == alone
     as_tensors = [(x, floor.tensor()) for x, floor in pairs]
-    assert own.smaller_lossless(as_tensors) == alone
+    assert local_lossless.smaller_lossless(as_tensors) == alone
 
 
 def test_what_was_found_counts_until_the_next_look() -> None:
@@ -142,7 +147,7 @@ def test_what_was_found_counts_until_the_next_look() -> None:
     assert not found(x, 8)
     assert not found(rounded, 9)
     assert state == {"own_lossless": 0}
-    looks = [step for step in range(200) if own.looks_at(step)]
+    looks = [step for step in range(200) if local_lossless.looks_at(step)]
     assert looks == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
 
 

@@ -1,6 +1,6 @@
 """Generates tensors and coding jobs of every kind, and proves that all engines write and read the same bytes.
 
-    python tests/identity.py 10000 [seed]     proves it on that many tensors and says so
+    python tests/engine_cases.py 10000 [seed]     proves it on that many tensors and says so
 
 tests/test_engines.py draws the same recipes with hypothesis, which shrinks what fails.
 """
