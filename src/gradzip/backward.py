@@ -394,8 +394,8 @@ class Backward:
         rows_of(self.channel).submit(row)
 
     def _first_text(self, text: str) -> str:
-        compared = len(self._floors), len(self.shapes.all_names) if self._compares_shapes else 0
-        return f"{text}; who gets what has the digest {self.scheme.digest}, compared are {compared} grids and shapes"
+        floors, shapes = len(self._floors), len(self.shapes.all_names) if self._compares_shapes else 0
+        return f"{text}; codecs by parameter have the digest {self.scheme.digest}, with {floors} grids, {shapes} shapes"
 
     def _agree_if_silent(self) -> None:
         """A step without messages, as of sparse gradients alone, is compared as well."""

@@ -28,6 +28,8 @@ _least = LEAST
 
 
 class PipelineChannel(connections.Channel):
+    _sums = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,

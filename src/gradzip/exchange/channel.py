@@ -67,6 +67,7 @@ class Worker(Protocol):
 
 class Channel:
     transport = GLOO  # what carries large messages
+    _sums = False  # torch's own all-reduce is needed
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Channel:
         self._meet(store, "hello", timeout)
         try:
             senders = SENDERS if device.type == "cuda" else 0
-            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
+            self.gloo = Gloo(store, self.rank, self.world, timeout, senders, self._sums)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
         if device.type == "cuda":

@@ -264,6 +264,8 @@ class HostRunner:
         """
         sent = Sent(Message((), torch.float32), _nothing)
         self.take(sent, done, ())
+        if self.channel.error is not None:
+            sent.end(self.channel.error)
 
         def ended(outcome: Outcome) -> None:
             sent.outcome = outcome
