@@ -126,7 +126,7 @@ def main() -> None:
         began = time.perf_counter()
         loss.backward()
         ended = hook_cost._now(device)
-        run.handle._channel.pipeline.drain()
+        run.handle._channel.drain()
         if number >= 5:
             steps.append(since_last_bucket(began, ended))
         run.optimizer.step()

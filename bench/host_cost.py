@@ -115,7 +115,7 @@ def main() -> None:
         optimizer.zero_grad()
         _spent.clear()
         loss.backward()
-        handle._channel.pipeline.drain()
+        handle._channel.drain()
         steps.append(dict(_spent))
         optimizer.step()
     names = ("first", "between", "last", "launched", "coding", "end")

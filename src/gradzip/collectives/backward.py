@@ -15,11 +15,8 @@ import torch
 from ..backward import Attached, Backward, Ticket
 from ..codecs import Context
 from ..codecs.baseline import Identity
-from ..exchange import coding, plain, rounds
-from ..exchange.codecs import codes_messages
-from ..exchange.on_host import runner_of
+from ..exchange import plain
 from ..exchange.outcome import Outcome
-from ..exchange.rounds_on_host import submit_rounds
 from ..gradients import PLAIN, Bucket, Draft, Future, Named, Scheme, shares_book
 from . import checks
 from .channel import PipelineChannel
@@ -69,7 +66,7 @@ class PipelineBackward(Backward):
 
     def _start_soon(self, ticket: Ticket, named: Bucket, ready: torch.cuda.Event | None) -> None:
         for kind, message in self._messages(named.parted(self.ways)[1], ready):
-            self._start(ticket, kind, functools.partial(self._submit, message))
+            self._start(ticket, kind, functools.partial(submit, message, self.channel))
 
     def _messages(self, named: Named, ready: torch.cuda.Event | None) -> list[tuple[str, Message]]:
         """The gradients in messages of equal codec, route and type, in the order of first appearance."""
@@ -106,20 +103,7 @@ class PipelineBackward(Backward):
         about = draft.codec, draft.route, draft.tensors, draft.contexts, self.memory
         message = Message(*about, self.scale, self.scheme.words, ready)
         message.prepared, message.enqueued = draft.prepared, self._means_follow
-        self._submit(message, done)
-
-    def _submit(self, message: Message, done: Callable[[Outcome], None]) -> None:
-        """Sends gradients that are not coded as one message: where values lie on the host, by its runner."""
-        in_place = message.prepared is not None and message.prepared.in_place is not None
-        in_rounds = codes_messages(message.codec, message.route) is None
-        if self.channel.device.type != "cpu" or in_place or not in_rounds:
-            submit(message, self.channel, done)
-            return
-        what, names = message.describe(), [context.name for context in message.contexts]
-        self._agreements.append(self._job(what))
-        about = coding.Message(names, message.dtype, self.channel.rank, self.channel.world, self.number)
-        start = functools.partial(rounds.of, message.codec, message.tensors, message.contexts, self.memory, self.scale)
-        submit_rounds(runner_of(self.channel), what, start, about, done, self._wait_for_agreement)
+        submit(message, self.channel, done)
 
     def _send_counts(self, done: Callable[[Outcome], None]) -> None:
         channel, books, limit = self.channel, self.attached.books, self.scheme.book_limit

@@ -63,7 +63,9 @@ class Pending:
 class Gloo:
     """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0, sums: bool = True) -> None:
+    def __init__(
+        self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0, sums: bool = True
+    ) -> None:
         """`senders`: so many threads send larger data; 0: those that call `send`. `sums`: `all_reduce` is needed."""
         self.rank, self.world = rank, world
         self._sockets: dict[str, set[sockets.Socket]] = {}

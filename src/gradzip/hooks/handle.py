@@ -102,9 +102,9 @@ class Handle:
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
         on_streams = on_stream.reason_against(group, self._device) is None
-        shapes = SecondMoments(optimizers, self._names, on_streams)
+        self._shapes = SecondMoments(optimizers, self._names, on_streams)
         about_passes = self._channel, self._memory, self._end, self._warn, group, checks_results(), self._learns
-        self._attached = Attached(*about_passes, books=self._books, shapes=shapes, shapes_version=object())
+        self._attached = Attached(*about_passes, books=self._books, shapes=self._shapes, shapes_version=object())
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
@@ -156,7 +156,7 @@ class Handle:
 
     def _start_stream(self) -> on_stream.StreamRunner:
         if self._stream is None:
-            about = self._group, self._device, self._channel.topology, self._attached.shapes, self._memory
+            about = self._group, self._device, self._channel.topology, self._shapes, self._memory
             self._stream = on_stream.StreamRunner(*about)
             self._stream.go_on_from(self._slots_to_load)
             if self._device.type == "cuda":
@@ -432,7 +432,7 @@ class Handle:
             self._choose_scheme(ways)
         if self._scheme.streams and not is_alone(self._channel):
             return self._begin_streamed(scale)
-        if self._scheme.shaped and self._attached.shapes.renew():
+        if self._scheme.shaped and self._shapes.renew():
             self._attached.shapes_version = object()
         self._attached.learns, rates, agreed = self._learns, self._learning_rates(), self._agreed is self._scheme
         joined = self._has_joined()
