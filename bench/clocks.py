@@ -26,9 +26,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import gradzip
-from gradzip import backward
 from gradzip.codecs import lowrank
 from gradzip.collectives import message, pipeline
+from gradzip.collectives.backward import PipelineBackward
 from gradzip.engines.cuda import factors
 
 Moment = tuple[float, str, str]  # when, on which thread, what
@@ -62,7 +62,7 @@ def watch_all() -> None:
     watch(pipeline.Pipeline, "exchange", "exchange")
     for owner in (lowrank.PowerSGD, lowrank.Fused):
         watch(owner, "reduce", "powersgd")
-    watch(backward.Backward, "_means_follow", "means follow")
+    watch(PipelineBackward, "_means_follow", "means follow")
     watch(factors._Bound, "launch", "kernels", lambda _, first, end: f"{first} to {end - 1}")
     watch(lowrank.PowerSGD, "_starts", "starts")
     watch(lowrank, "_orthonormal", "orthonormal")
@@ -126,7 +126,7 @@ def main() -> None:
         began = time.perf_counter()
         loss.backward()
         ended = hook_cost._now(device)
-        run.handle._channel.pipeline.drain()
+        run.handle._channel.drain()
         if number >= 5:
             steps.append(since_last_bucket(began, ended))
         run.optimizer.step()

@@ -26,8 +26,8 @@ from steps import Gpt2
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
-from gradzip import backward
 from gradzip.collectives import pipeline
+from gradzip.collectives.backward import PipelineBackward
 from gradzip.engines.cuda import launch, pack_select
 
 _FLAWED_AT = 10 * 8  # the address in kernels' arguments where they say that a mean is not finite
@@ -84,13 +84,13 @@ def count_all() -> None:
     count(gradzip.Handle, "reduce", lambda _, b: "last" if b.is_last() else "between" if b.index() else "first")
     count(pipeline.Pipeline, "_advance", lambda *_: "coding")
     count(pipeline.Pipeline, "_finish", lambda *_: "end")
-    inner = backward.Backward._means_follow
+    inner = PipelineBackward._means_follow
 
-    def follow(self: backward.Backward) -> None:
+    def follow(self: PipelineBackward) -> None:
         _spent["launched"] += time.thread_time() - _began
         inner(self)
 
-    backward.Backward._means_follow = follow  # type: ignore[method-assign]
+    PipelineBackward._means_follow = follow  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
         optimizer.zero_grad()
         _spent.clear()
         loss.backward()
-        handle._channel.pipeline.drain()
+        handle._channel.drain()
         steps.append(dict(_spent))
         optimizer.step()
     names = ("first", "between", "last", "launched", "coding", "end")

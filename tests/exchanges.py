@@ -14,9 +14,10 @@ import torch.distributed as dist
 from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Message, PipelineChannel, open_channel, route_of, submit
+from gradzip.collectives import Message, PipelineChannel, submit
 from gradzip.exchange import coding, rounds
-from gradzip.exchange.codecs import codes_messages
+from gradzip.exchange.channel import Channel, open_channel
+from gradzip.exchange.codecs import codes_messages, route_of
 from gradzip.exchange.on_host import HostMessage, runner_of
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.rounds_on_host import submit_rounds
@@ -26,7 +27,7 @@ from gradzip.routes import NAMED, Route
 HOSTS, LOCAL = 2, 2
 
 
-def connect(per_host: int = LOCAL) -> PipelineChannel:
+def connect(per_host: int = LOCAL) -> Channel:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     world = dist.group.WORLD
     assert world is not None
@@ -36,7 +37,7 @@ def connect(per_host: int = LOCAL) -> PipelineChannel:
 class Exchanger:
     """Sends messages of tensors that keep their names, and hence their residuals, from call to call."""
 
-    def __init__(self, to: PipelineChannel, by_collectives: bool = False) -> None:
+    def __init__(self, to: Channel, by_collectives: bool = False) -> None:
         """`by_collectives`: as gradients of models on GPUs go, also where there is no GPU."""
         self.channel, self.memory, self.step = to, Memory(to.rank), 0
         self._by_collectives = by_collectives or to.device.type != "cpu"
@@ -69,6 +70,7 @@ class Exchanger:
         message = Message(chosen, by, list(tensors.values()), contexts, self.memory)
         if self.channel.device.type == "cuda":
             message.ready = torch.cuda.current_stream().record_event()  # they may still be written to
+        assert isinstance(self.channel, PipelineChannel)
         submit(message, self.channel, end)
 
     def _send_whole(self, sent: HostMessage, end: Callable[[Outcome], None]) -> None:

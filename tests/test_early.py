@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from training import same, save, start
 
 import gradzip
-from gradzip import Codec, Rules, backward
+from gradzip import Codec, Rules
 from gradzip.codecs import lowrank
 from gradzip.codecs.base import Left
+from gradzip.collectives.backward import PipelineBackward
 from gradzip.engines.cuda import pack_select
 from gradzip.errors import GradzipWarning, PeerError
+from gradzip.hooks import runners
 
 STEPS = 4
 
@@ -33,6 +35,7 @@ STEPS = 4
 def emulate() -> None:
     emulated.install()
     pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    runners.by_collectives = lambda device, transport: True  # as models on GPUs
 
 
 class Slow:
@@ -129,18 +132,18 @@ def trained(rank: int) -> dict[str, Any]:
 def of_two_messages() -> list[bool]:
     """For each message of two steps, whether buckets were given out when its means followed."""
     given = list[bool]()
-    inner = backward.Backward._means_follow
+    inner = PipelineBackward._means_follow
 
-    def spy(ending: backward.Backward) -> None:
+    def spy(ending: PipelineBackward) -> None:
         inner(ending)
         given.append(all(ticket.promise.kept for ticket in ending._tickets))
 
-    backward.Backward._means_follow = spy  # type: ignore[method-assign]
+    PipelineBackward._means_follow = spy  # type: ignore[method-assign]
     run = start(Rules({"0.*": "powersgd:rank=1", "*": "powersgd:rank=2"}))
     assert run.handle is not None
     run.train(0, 2)
     run.handle.detach()
-    backward.Backward._means_follow = inner  # type: ignore[method-assign]
+    PipelineBackward._means_follow = inner  # type: ignore[method-assign]
     return given
 
 

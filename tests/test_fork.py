@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scripts import run_scripts
 
-from gradzip.collectives import elsewhere
+from gradzip.exchange import plain
 from gradzip.planner import measure
 
 WAYS_TO_END = ("sys.exit", "exception")
@@ -92,16 +92,16 @@ def test_profile_is_left_to_the_parent() -> None:
 
 
 def test_forked_child_waits_for_no_exchange_of_the_parent() -> None:
-    elsewhere._count(1)
+    plain._count(1)
     try:
-        with elsewhere._changed:
+        with plain._changed:
             child = os.fork()
             if child == 0:
                 signal.alarm(3)  # ends a child that waits
-                elsewhere._wait_for_the_end()
+                plain._wait_for_the_end()
                 os._exit(3)
     finally:
-        elsewhere._count(-1)
+        plain._count(-1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 

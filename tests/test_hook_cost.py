@@ -16,10 +16,9 @@ from torch import nn
 from training import Run, same, start
 
 from gradzip import Accordion, Fixed, Rules, backward, checks
-from gradzip.collectives import Elsewhere
 from gradzip.engines.layout import Floor
 from gradzip.errors import PeerError
-from gradzip.exchange import sockets
+from gradzip.exchange import rows, sockets
 from gradzip.exchange.finiteness import all_finite
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
@@ -153,25 +152,25 @@ def test_ways_are_found_once_and_policies_that_may_change_are_asked() -> None:
 @pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 3000, 5000])
 def test_every_value_of_a_grid_is_looked_at_in_the_end(size: int) -> None:
     theta, second = torch.arange(1.0, size + 1), torch.arange(size + 1.0, 1, -1)
-    seen = {int(v) for number in range(size) for v in checks._sample(theta, number)}
+    seen = {int(v) for number in range(size) for v in checks.sample(theta, number)}
     assert seen == set(range(1, size + 1))
     floors: list[Floor | torch.Tensor] = [
         Floor(theta, second, -150, 3, 5),
         Floor(theta, None, -150),
         torch.ones(size, dtype=torch.int8),
     ]
-    usual = checks._floor_sums(floors, 3)
-    place = int(checks._sample(torch.arange(size), 3)[0])
+    usual = checks.floor_sums(floors, 3)
+    place = int(checks.sample(torch.arange(size), 3)[0])
     for changed, spoil in (
         (0, lambda: second[place].add_(1)),
         (1, lambda: floors.__setitem__(1, Floor(theta, None, -151))),
         (2, lambda: floors[2][place].add_(1)),  # type: ignore[index, union-attr]
     ):
         spoil()
-        now = checks._floor_sums(floors, 3)
+        now = checks.floor_sums(floors, 3)
         assert (now != usual).nonzero().view(-1).tolist() == [changed]
         usual = now
-    assert checks._floor_sums([], 0).numel() == 0
+    assert checks.floor_sums([], 0).numel() == 0
 
 
 def test_all_finite() -> None:
@@ -219,13 +218,15 @@ def test_many_gradients_at_once_as_one_by_one(scale: float, patient: bool, form:
 def plainly(rank: int) -> dict[str, Any]:
     """Which steps went by torch's own sum, through changes of policy; and a rank that changes its policy alone."""
     went: list[int] = []
-    average = Elsewhere.average
+    take = backward.Backward.take_whole
 
-    def noted(self: Elsewhere, buffer: torch.Tensor, done: Any) -> Any:
-        went.append(step_now)
-        return average(self, buffer, done)
+    def noted(self: backward.Backward, buffer: torch.Tensor, last: bool) -> Any:
+        taken = take(self, buffer, last)
+        if taken is not None:
+            went.append(step_now)
+        return taken
 
-    Elsewhere.average = noted  # type: ignore[method-assign]
+    backward.Backward.take_whole = noted  # type: ignore[method-assign]
     run, plain = start(Fixed("identity")), start(None)
     assert run.handle is not None
     out: dict[str, Any] = {"same": []}
@@ -257,9 +258,9 @@ def changes_alone(rank: int, run: Run) -> dict[str, str]:
         )  # as if set_policy were called here alone
     else:
         # The other one is gone before this one has found out why.
-        pipeline = run.handle._channel.pipeline
-        disagree = pipeline._disagree
-        pipeline._disagree = lambda agreement: [disagree(agreement), time.sleep(1)][0]
+        worker = rows.rows_of(run.handle._channel)
+        disagree = worker._disagreement
+        worker._disagreement = lambda row: [disagree(row), time.sleep(1)][0]  # type: ignore[method-assign]
     began = time.perf_counter()
     try:
         run.train(10, 11)
@@ -306,14 +307,16 @@ def test_a_rank_that_is_gone_is_named_where_torch_sums() -> None:
 def kept_as_ddp(rank: int) -> dict[str, Any]:
     """Policies that learn see what plain steps bring, and checks compare it: these go the old way."""
     seen = {}
-    went: list[str] = []
-    begin = Elsewhere.__init__
+    went: list[bool] = []
+    take = backward.Backward.take_whole
 
-    def noted(self: Elsewhere, what: str, *rest: Any) -> None:
-        went.append(what)
-        begin(self, what, *rest)
+    def noted(self: backward.Backward, buffer: torch.Tensor, last: bool) -> Any:
+        taken = take(self, buffer, last)
+        if taken is not None:
+            went.append(last)
+        return taken
 
-    Elsewhere.__init__ = noted  # type: ignore[method-assign]
+    backward.Backward.take_whole = noted  # type: ignore[method-assign]
     patch = pytest.MonkeyPatch()
     for name, policy in (("checks", Fixed("identity")), ("learns", Accordion("identity", "topk:ratio=0.5", window=9))):
         patch.setenv("GRADZIP_CHECK", "1" if name == "checks" else "0")

@@ -17,10 +17,10 @@ from exchanges import covering
 from ranks import TIMEOUT, run_ranks
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import PipelineChannel, open_channel
 from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
 from gradzip.exchange import on_host, rounds
+from gradzip.exchange.channel import Channel, open_channel
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter, run_rounds
@@ -35,7 +35,7 @@ SIZES = [3, 5000, 0, 1, 700, 40_001]
 CODECS = {"identity": Raw("identity"), "cast": Raw("cast", torch.bfloat16)}
 
 
-def connect(per_host: int, device: str = "cpu") -> PipelineChannel:
+def connect(per_host: int, device: str = "cpu") -> Channel:
     os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
     assert dist.group.WORLD is not None
     return open_channel(dist.group.WORLD, torch.device(device), timeout=TIMEOUT)
@@ -44,7 +44,7 @@ def connect(per_host: int, device: str = "cpu") -> PipelineChannel:
 class Exchange:
     """Sends messages of named tensors through the runner, and through the interpreter beside it."""
 
-    def __init__(self, channel: PipelineChannel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel, self.step = channel, 0
 
     def prepared(

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
-from gradzip.collectives import channel
 from gradzip.emulate import launch
 from gradzip.exchange import channel as connections
 from gradzip.exchange import heartbeat
@@ -127,7 +126,7 @@ def failing_writer() -> None:
 def other_version(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(channel, "ROW_VERSION", 99)
+            patch.setattr(connections, "ROW_VERSION", 99)
         Loop("topk")
 
 

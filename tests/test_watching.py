@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from training import start
 
 from gradzip import Accordion, cli
-from gradzip.collectives import elsewhere
 from gradzip.errors import ReportError, Unsupported
+from gradzip.exchange import plain
 from gradzip.hooks.metrics import Metrics
 from gradzip.report.measured import measured
 from gradzip.spans import span
@@ -219,13 +219,12 @@ def test_a_sum_that_does_not_begin_is_not_waited_for(monkeypatch: pytest.MonkeyP
     channel: Any = SimpleNamespace(
         world=2,
         groups={},
-        pipeline=SimpleNamespace(submit=lambda job, elsewhere: None),
         watch=SimpleNamespace(began_elsewhere=lambda what: lambda: ended.append(what)),
     )
     group: Any = None
-    monkeypatch.setattr(elsewhere.dist, "all_reduce", refuse)
-    before = elsewhere._under_way
+    monkeypatch.setattr(plain.dist, "all_reduce", refuse)
+    before = plain._under_way
     with pytest.raises(RuntimeError, match="no such group"):
-        elsewhere.Elsewhere("sums", group, channel, print).average(torch.ones(4), print)
-    assert elsewhere._under_way == before
+        plain.average(torch.ones(4), group, channel, print)
+    assert plain._under_way == before
     assert ended == ["plain averaging of 16 bytes"]

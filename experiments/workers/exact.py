@@ -13,17 +13,20 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
-from gradzip.backward import Backward
-from gradzip.collectives import AllReduce, Exchange, Job, Parts, PipelineChannel
+from gradzip.backward import Attached, Backward
+from gradzip.collectives import AllReduce, Exchange, Job, Parts
+from gradzip.collectives.backward import PipelineBackward
 from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.channel import Channel
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
+from gradzip.gradients import Scheme
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy
 from gradzip.refresh import SharedBook
@@ -89,12 +92,19 @@ class _Gloo:
             self.wire.put((tag, self.rank, to), data)
         return _Pending(self, into, tag)
 
+    def send_row(self, row: torch.Tensor, to: Sequence[int], of: Sequence[int], tag: int) -> _Pending:
+        into = {rank: torch.empty_like(row) for rank in of}
+        pending = self.send([(rank, row) for rank in to], list(into.items()), -1 - tag)  # data has tags from 0 on
+        pending.received = into
+        return pending
+
 
 @dataclass
 class _Pending:
     gloo: _Gloo
     into: Sequence[tuple[int, torch.Tensor]]
     tag: int
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def wait(self) -> None:
         for source, buffer in self.into:
@@ -158,7 +168,7 @@ def _sum(slots: list[Any]) -> Parts:
 
 
 class _Channel:
-    """What Backward and Message use of a PipelineChannel."""
+    """What Backward and Message use of a channel."""
 
     error = None
 
@@ -167,7 +177,7 @@ class _Channel:
         self.topology = Topology(rank, tuple((r,) for r in range(world)))
         self.groups = self.topology.groups()
         self.buffers = Buffers()
-        self.pipeline = _Pipe(self, meeting)
+        self.pipeline, self.meeting = _Pipe(self, meeting), meeting
         self.gloo, self.watch = _Gloo(rank, wire), _Watch()
         self.workers: list[Any] = []  # host runners
 
@@ -177,6 +187,19 @@ class _Channel:
     def carries(self, size: int) -> bool:
         """Nothing goes from GPU to GPU."""
         return False
+
+
+class _OnHost(Backward):
+    """A pass of a model on a CPU, but for what torch would add up."""
+
+    channel: _Channel  # type: ignore[assignment]
+
+    def _average(self, buffer: torch.Tensor, done: Callable[[Outcome], None]) -> None:
+        buffer.mul_(1 / self.channel.world)
+        (total,) = self.channel.meeting.swap(self.channel.rank, AllReduce(buffer), _sum)
+        assert total is not None
+        buffer.copy_(total)
+        done(Outcome(bytes_sent=2 * (self.channel.world - 1) * buffer.nbytes // self.channel.world, collectives=1))
 
 
 class ExactWorkers:
@@ -250,14 +273,13 @@ class ExactWorkers:
                 worker.stop(PATIENCE)
 
     def _run(self, rank: int, ways: dict[str, Any], own: Gradients, learns: bool) -> dict[str, torch.Tensor]:
-        plain = {f"{way.codec}/{way.route}" for way in ways.values()} == {"identity/allreduce"}
         ended, over = list[Outcome](), threading.Event()
-        channel, memory = cast(PipelineChannel, self._channels[rank]), self._memories[rank]
-        backward = Backward(
-            self.step, 1.0, ways, plain and not memory.residuals, "", channel, memory,
-            lambda done: (ended.append(done.totals), over.set()), books=self._books[rank], learns=learns,
+        attached = Attached(
+            cast(Channel, self._channels[rank]), self._memories[rank],
+            lambda done: (ended.append(done.totals), over.set()), _raise, learns=learns, books=self._books[rank],
         )  # fmt: skip
-        backward.compare(False, _raise)
+        kind = _OnHost if self._on_host else PipelineBackward
+        backward = kind(self.step, 1.0, Scheme(ways), attached)
         buffer = torch.cat([own[name].reshape(-1) for name in ways])
         named, at = [], 0
         for name in ways:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from gradzip.backward import Way
 from gradzip.codecs import Codec, Context, parse
 from gradzip.codecs.base import Reduced
 from gradzip.codecs.baseline import Cast, Identity
@@ -34,6 +33,7 @@ from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
 from gradzip.exchange.topology import Topology
+from gradzip.gradients import Way
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy, Rules, small
 

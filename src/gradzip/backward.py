@@ -3,6 +3,9 @@
 Gradients of equal codec and route in a bucket form a message. Factors and small uncompressed tensors wait for the last
 bucket and travel together, in the order of parameter names: a few collectives for the whole step, and the same result
 however DDP cuts its buckets. What a step changes in Memory counts only if its gradients proved finite on all ranks.
+
+Backward sends by the host runner, and ranks compare what they do in rows (exchange/rows.py). PipelineBackward in
+collectives/ inherits from it and sends gradients that lie on GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +22,16 @@ import torch
 import torch.distributed as dist
 
 from . import checks
-from .codecs import Context
-from .codecs.baseline import Identity
-from .collectives import Elsewhere, Job, Message, PipelineChannel, average_plainly, submit
-from .collectives.message import no_steps
-from .collectives.pipeline import Agreement
-from .exchange import coding, rounds
-from .exchange.codecs import codes_messages
+from .exchange import coding, plain, rounds
+from .exchange.channel import Channel
 from .exchange.finiteness import all_finite
 from .exchange.gloo import Broken
 from .exchange.on_host import runner_of
 from .exchange.outcome import Outcome
 from .exchange.rounds_on_host import submit_rounds
+from .exchange.rows import Row, rows_of
 from .feedback import Memory
-from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Way, Whole, done_future, new_future, shares_book
+from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
 from .refresh import SharedBook
 from .sensitivity.shape import SecondMoments
 from .spans import until
@@ -58,7 +57,7 @@ class _Promise:
 
 
 @dataclass(eq=False)
-class _Ticket:
+class Ticket:
     """A bucket that DDP waits for."""
 
     buffer: torch.Tensor
@@ -71,58 +70,80 @@ class _Ticket:
         self.promise.keep(self.buffer)
 
 
-@dataclass(eq=False)
+_Start = Callable[[Callable[[Outcome], None]], None]  # of a message; it is told what came of it
+
+
+def _nobody(text: str) -> None:
+    """Nobody is warned."""
+
+
+@dataclass
+class Attached:
+    """What all backward passes of a model have in common."""
+
+    channel: Channel
+    memory: Memory
+    on_end: Callable[[Backward], None]
+    warn: Callable[[str], None] = _nobody
+    group: dist.ProcessGroup | None = None  # DDP's own, for what torch adds up itself
+    check: bool = False  # compare the results of all ranks at the end of each pass
+    learns: bool = False  # the policy wants to see the means
+    books: SharedBook = field(default_factory=SharedBook)
+    late: Late = field(default_factory=Late)
+    shapes: SecondMoments = field(default_factory=lambda: SecondMoments([], {}))
+    shapes_version: object = None  # another one when other gradients have a shape
+
+
 class Backward:
     """`take` is called on the thread of backward, the rest happens on the channel's threads."""
 
-    number: int
-    scale: float
-    ways: dict[str, Way]  # by parameter name
-    plain: bool  # nothing is compressed: as DDP does it by itself
-    words: str  # the policy, for the agreement between ranks
-    channel: PipelineChannel
-    memory: Memory
-    on_end: Callable[[Backward], None]
-    check: bool = False  # compare the results of all ranks at the end
-    books: SharedBook = field(default_factory=SharedBook)
-    rates: list[float] = field(default_factory=list)  # the optimizer's, when the pass began
-    learns: bool = False  # the policy wants to see the means
-    group: dist.ProcessGroup | None = None  # where buckets of a plain step go, once ranks have agreed on such steps
-    totals: Outcome = field(default_factory=Outcome)
-    raw_bytes: int = 0  # of the buckets
-    parts: dict[str, Outcome] = field(default_factory=dict)  # of the totals, by codec and route
-    exposed: float = 0.0  # seconds from the last bucket's arrival to the end
-    late: Late = field(default_factory=Late)
-    early: bool = False  # DDP may have its buckets while the GPU still works on them: nobody here looks at means
-    all_late: bool = False  # every gradient waits for the last bucket
-    book_limit: int = 0  # of codes in the shared book; 0: nobody uses one
-    shapes: SecondMoments = field(default_factory=lambda: SecondMoments([], {}))
-    shapes_version: object = None  # another one when other gradients have a shape
-    book_refresh: int = 50  # steps between two shared books
+    _early = False  # DDP may have its buckets before all is known to be well
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        number: int,
+        scale: float,
+        scheme: Scheme,
+        attached: Attached,
+        rates: Sequence[float] = (),
+        agreed: bool = False,
+        joined: bool = False,
+        joins: bool = False,
+    ) -> None:
+        """`rates` are the optimizer's. `agreed`: all ranks have said that they send such steps uncompressed.
+
+        `joined`: this rank has run out of inputs and only keeps the others company; `joins`: some rank may.
+        """
+        self.number, self.scale, self.scheme, self.rates = number, scale, scheme, list(rates)
+        self.ways, self.attached = scheme.ways, attached
+        self.channel, self.memory, self.shapes = attached.channel, attached.memory, attached.shapes
+        self.plain = scheme.plain and not self.memory.residuals  # nothing is compressed: as DDP does it by itself
+        self.learns, self._joined, self._joins, self._agreed = attached.learns, joined, joins, agreed
+        self.totals = Outcome()
+        self.raw_bytes = 0  # of the buckets
+        self.parts: dict[str, Outcome] = {}  # of the totals, by codec and route
+        self.exposed = 0.0  # seconds from the last bucket's arrival to the end
+        self.results: Named = []  # where the means will be
+        self.gave_early = False  # DDP had its buckets before all was known to be well
+        self.over = threading.Event()  # on_end has been called, and Memory is that of the next step
         self._lock = threading.RLock()
         self._waiting: list[Bucket] = []  # those with gradients that wait for the last bucket
-        self.results: Named = []  # where the means will be
-        self._tickets: list[_Ticket] = []
+        self._tickets: list[Ticket] = []
         self._end: _Promise | None = None  # of the step
-        self.gave_early = False
-        self.over = threading.Event()  # on_end has been called, and Memory is that of the next step
         self._open = 1  # messages under way, and one for the buckets still to come
         self._complete = threading.Event()  # all messages are through
-        self._comparison: checks.Comparison | None = None
-        self._shape_comparison: checks.Comparison | None = None
-        self._agreements: list[Job] = []  # of all ranks on what whole messages this step sends
         self._last_came: float | None = None
         self.alone = is_alone(self.channel)
-        self.check &= not self.alone
+        self.check = attached.check and not self.alone
         self._idle = self.alone and not self.learns and not self.memory.residuals and not self._transforms()
-        self._elsewhere: Elsewhere | None = None
-        if self.plain and self.group is not None and not (self.alone or self.learns or self.check):
-            what = f"plain averaging at step {self.number} by torch ({self.words})"
-            self._elsewhere = Elsewhere(what, self.group, self.channel, self.fail)
-        self._book = self.books.at(self.number) if self.book_limit else None
-        wanted = bool(self.book_limit) and self.books.wants(self.number, self.book_refresh) and not self.alone
+        looked_at = self.alone or self.learns or self.check
+        self._by_torch = self.plain and agreed and attached.group is not None and not looked_at
+        self._rows: list[Row] = []  # by which ranks agree on what this step sends
+        self._grids_differ = self._shapes_differ = self._one_joined = False
+        self._floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
+        self._compares_shapes = scheme.shaped and (bool(self.shapes.names) or joins)
+        self._book = attached.books.at(number) if scheme.book_limit else None
+        wanted = bool(scheme.book_limit) and attached.books.wants(number, scheme.book_refresh) and not self.alone
         self._counts = torch.zeros(256, dtype=torch.int64) if wanted else None
         self._to_count = 0  # whole messages that have not told their counts yet
         self._counted = threading.Condition()
@@ -132,10 +153,10 @@ class Backward:
 
     def take_whole(self, buffer: torch.Tensor, last: bool) -> Future | None:
         """Takes a bucket of which no single gradient has to be known; None: `take` it."""
-        if not self._idle and self._elsewhere is None:
+        if not self._idle and not self._by_torch:
             return None
         self.raw_bytes += buffer.nbytes
-        future = done_future(buffer) if self._elsewhere is None else self._averaged(buffer, self._elsewhere)
+        future = self._averaged(buffer) if self._by_torch else done_future(buffer)
         if last:
             self._last_came = time.perf_counter()
             self._ended(None, None, Outcome())
@@ -166,25 +187,29 @@ class Backward:
         finally:
             self._ended(None, SPARSE, outcome)
 
-    def _averaged(self, buffer: torch.Tensor, elsewhere: Elsewhere) -> Future:
-        if buffer.device.type == "cuda":
-            with self._lock:
-                self._open += 1
-            return elsewhere.average(buffer, functools.partial(self._ended, None, PLAIN))
-        # torch's sum waits for ever for a rank that does something else: the ticket ends that, too
+    def _averaged(self, buffer: torch.Tensor) -> Future:
+        """By torch, which waits for ever for a rank that does something else: the ticket ends that, too."""
         ticket, future = self._ticket(buffer, f"at step {self.number} of {buffer.numel()} values")
-        self._start(ticket, PLAIN, functools.partial(elsewhere.average, buffer))
+        self._start(ticket, PLAIN, functools.partial(self._average, buffer))
         self._all_started(ticket)
         if self.totals.error is not None:
             self.fail(self.totals.error)
         return future
 
-    def _ticket(self, buffer: torch.Tensor, of: str, held: bool = False) -> tuple[_Ticket, Future]:
+    def _average(self, buffer: torch.Tensor, done: Callable[[Outcome], None]) -> None:
+        if not self._rows:
+            self._agree("plain averaging by torch")
+            if not self._agreed:  # a rank that does something else would leave torch's sum waiting
+                self._wait_for_agreement()
+        assert self.attached.group is not None
+        plain.average(buffer, self.attached.group, self.channel, runner_of(self.channel).expect(done))
+
+    def _ticket(self, buffer: torch.Tensor, of: str, held: bool = False) -> tuple[Ticket, Future]:
         if held and self._end is None:
             self._end = _Promise(buffer.device)
         promise = self._end if held and self._end is not None else _Promise(buffer.device)
         with self._lock:  # or `fail` would miss it
-            ticket = _Ticket(buffer, promise, held, self.totals.error)
+            ticket = Ticket(buffer, promise, held, self.totals.error)
             self._tickets.append(ticket)
         until(promise.future, "exchange", of)
         return ticket, promise.future.then(functools.partial(_buffer_or_raise, ticket))
@@ -193,28 +218,26 @@ class Backward:
         """Takes a bucket in hand and returns at once; the future is its averaged buffer."""
         named = named if isinstance(named, Bucket) else Bucket(named)
         self.results += named
-        if self.all_late and not self.alone:
+        if self.scheme.all_late and not self.alone:
             return self._take_late(buffer, named, last)
         of = self._words_for(named)
         if self.alone:
             named = self._keep_own(named)
-        plain = self.plain and not self.alone
-        late, soon, whole = ([], named, []) if plain else named.parted(self.ways)
+        as_it_is = self.plain and not self.alone
+        late, _, whole = ([], [], []) if as_it_is else named.parted(self.ways)
         if late:
             self._waiting.append(named)
         # Until the end of the step, where somebody still looks at means then: DDP returns with the last bucket.
-        held = bool(late) or self.check or (last and not self.early)
+        held = bool(late) or self.check or (last and not self._early)
         ticket, future = self._ticket(buffer, of, held)
         self.raw_bytes += buffer.nbytes
         ready = None
         if buffer.device.type == "cuda" and (last or len(late) < len(named)):
             ready = torch.cuda.current_stream(buffer.device).record_event()
-        if plain:
-            words = self._plain_words(named)
-            self._start(ticket, PLAIN, lambda done: average_plainly(buffer, words, self.channel, done, ready))
+        if as_it_is:
+            self._start_plain(ticket, buffer, named, ready)
         else:
-            for kind, message in self._messages(soon, ready):
-                self._start(ticket, kind, functools.partial(self._submit, message))
+            self._start_soon(ticket, named, ready)
             for together in whole:
                 self._start(ticket, together.kind, functools.partial(self._submit_whole, together, ready))
         if last:
@@ -223,6 +246,15 @@ class Backward:
         if self.totals.error is not None:  # it failed before it knew of this bucket
             self.fail(self.totals.error)
         return future
+
+    def _start_plain(self, ticket: Ticket, buffer: torch.Tensor, named: Bucket, ready: torch.cuda.Event | None) -> None:
+        """Starts to send a bucket as it is."""
+        self._start(ticket, PLAIN, functools.partial(self._average, buffer))
+
+    def _start_soon(self, ticket: Ticket, named: Bucket, ready: torch.cuda.Event | None) -> None:
+        """Starts what need not wait for the last bucket and is not coded as whole messages."""
+        for draft in named.drafts(self.ways, self.channel.rank, self.channel.world):
+            self._start(ticket, draft.kind, functools.partial(self._submit_draft, draft, ready))
 
     def _take_late(self, buffer: torch.Tensor, named: Bucket, last: bool) -> Future:
         """A bucket of a step in which all wait for the last one.
@@ -241,19 +273,20 @@ class Backward:
         """Starts what waited for the last bucket; the gradients are there when the event is."""
         self._last_came = time.perf_counter()
         rank, world = self.channel.rank, self.channel.world
-        drafts = self.late.drafts(self._waiting, self.ways, rank, world) if self._waiting else []
-        starts = [(draft.kind, functools.partial(self._submit_late, draft, ready)) for draft in drafts]
+        drafts = self.attached.late.drafts(self._waiting, self.ways, rank, world) if self._waiting else []
+        starts: list[tuple[str, _Start]] = []
+        starts += [(draft.kind, functools.partial(self._submit_draft, draft, ready)) for draft in drafts]
         if self._counts is not None:
-            about = self.number, self.book_limit, self.channel
-            refresh = functools.partial(self.books.refresh, self._all_counts, *about)
-            starts.append(("code books", refresh))
+            self.attached.books.expect(self.number)
+            starts.append(("code books", self._send_counts))
         if starts:
             with self._lock:  # they count before any is through, in place of buckets: the first may be the last
                 self._open += len(starts) - 1
         for kind, start in starts:
             start(functools.partial(self._ended, None, kind))
         if self.check:
-            checks.compare_results(self.results, self.number, self._complete, self.channel, self._checked)
+            self._compare_results()
+        self._agree_if_silent()
         if not starts:
             self._ended(None, None, Outcome())
 
@@ -276,46 +309,10 @@ class Backward:
                 self.totals.finite &= all_finite([gradient])
         return left
 
-    def _plain_words(self, named: Named) -> str:
-        return f"plain averaging {self._words_for(named)}, {sum(g.numel() for _, g in named)} values"
-
-    def _messages(self, named: Named, ready: torch.cuda.Event | None) -> list[tuple[str, Message]]:
-        """The gradients in messages of equal codec, route and type, in the order of first appearance."""
-        messages: dict[tuple[str, torch.dtype], Message] = {}
-        rank, world = self.channel.rank, self.channel.world
-        for name, gradient in named:
-            way = self.ways[name]
-            key = (way.kind, gradient.dtype)
-            message = messages.get(key)
-            shared = self.book_limit > 0 and shares_book(way.codec)
-            if message is None:
-                message = messages[key] = Message(
-                    way.codec,
-                    way.route,
-                    [],
-                    [],
-                    self.memory,
-                    self.scale,
-                    self.words,
-                    ready,
-                    self._counts if shared else None,
-                    self._must_be_lossless,
-                )
-            if shared:
-                state: dict[str, Any] = {"book": self._book}
-            else:
-                state = {} if isinstance(way.codec, Identity) else self.memory.state(name, way.codec.name)
-            self.memory.forms[name] = way.form
-            message.tensors.append(gradient)
-            message.contexts.append(Context(name, self.number, 0, rank, world, self.scale, way.floor, state=state))
-        return [(kind, message) for (kind, _), message in messages.items()]
-
     def _submit_whole(self, whole: Whole, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
         """Sends gradients that are coded as one message."""
         channel, runner = self.channel, runner_of(self.channel)
-        if not self._agreements or whole.described not in runner.agreed:  # the first of a step, and new ones
-            self._agree(f"{whole.described} at step {self.number} ({self.words})")
-            runner.agreed.add(whole.described)
+        self._agree_on(whole.described)
         message = coding.Message(whole.names, whole.dtype, channel.rank, channel.world, self.number)
         message.scale, message.memory, message.book = self.scale, self.memory, self._book
         floors = [self.ways[name].floor for name in whole.names]
@@ -327,27 +324,10 @@ class Backward:
         def begin() -> None:
             message.lossless = bool(message.floors) and self._must_be_lossless()
             if self._shapes_agree():
-                message.shapes = whole.shapes(self.shapes, self.shapes_version)
+                message.shapes = whole.shapes(self.shapes, self.attached.shapes_version)
 
-        program = whole.program(channel.topology)
-        runner.submit(program, whole.values, message, done, begin, self._wait_for_agreement, ready, self._means_follow)
-
-    def _agree(self, what: str) -> None:
-        """Has all ranks say what they do, beside the messages."""
-        job = Job(Agreement(what), no_steps(), self._lost)
-        self._agreements.append(job)
-        self.channel.pipeline.submit(job, elsewhere=True)
-
-    def _lost(self, job: Job, error: BaseException | None) -> None:
-        if error is not None:
-            self.fail(error)
-
-    def _wait_for_agreement(self) -> None:
-        """Returns when all ranks have said that they send the same messages in this step."""
-        for job in list(self._agreements):
-            job.agreement.reached.wait()
-        if self.channel.error is not None:
-            raise self.channel.error
+        program, agreed = whole.program(channel.topology), self._wait_for_agreement
+        runner.submit(program, whole.values, message, done, begin, agreed, ready, self._means_follow)
 
     def _count(self, counts: torch.Tensor) -> None:
         """Takes the exponents of a message."""
@@ -364,84 +344,156 @@ class Backward:
             assert self._counts is not None
             return self._counts
 
-    def _submit_late(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
-        """Sends what waited for the last bucket, in the order of names."""
-        memory, scale = self.memory, self.scale
-        memory.forms |= draft.forms
+    def _submit_draft(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
+        """Sends gradients of a draft: as one message, or in rounds."""
+        self.memory.forms |= draft.forms
         if draft.whole is not None:
             self._submit_whole(draft.whole, ready, done)
             return
         for context in draft.dated:
-            context.step, context.scale = self.number, scale
+            context.step, context.scale = self.number, self.scale
         for context in draft.stateful:
-            context.state = memory.state(context.name, draft.codec.name)
-        tensors, contexts = draft.tensors, draft.contexts
-        message = Message(draft.codec, draft.route, tensors, contexts, memory, scale, self.words, ready)
-        message.prepared, message.enqueued = draft.prepared, self._means_follow
-        self._submit(message, done)
+            context.state = self.memory.state(context.name, draft.codec.name)
+        self._submit_rounds(draft, ready, done)
 
-    def _submit(self, message: Message, done: Callable[[Outcome], None]) -> None:
-        """Sends gradients that are not coded as one message: on CPUs by the host runner, in rounds."""
-        in_place = message.prepared is not None and message.prepared.in_place is not None
-        in_rounds = codes_messages(message.codec, message.route) is None
-        if self.channel.device.type != "cpu" or in_place or not in_rounds:
-            submit(message, self.channel, done)
-            return
-        what, names = message.describe(), [context.name for context in message.contexts]
-        self._agree(what)
-        about = coding.Message(names, message.dtype, self.channel.rank, self.channel.world, self.number)
-        start = functools.partial(rounds.of, message.codec, message.tensors, message.contexts, self.memory, self.scale)
-        submit_rounds(runner_of(self.channel), what, start, about, done, self._wait_for_agreement)
+    def _submit_rounds(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
+        assert draft.prepared is not None
+        self._agree_on(draft.described)
+        names, tensors, channel = draft.prepared.names, draft.tensors, self.channel
+        about = coding.Message(names, tensors[0].dtype, channel.rank, channel.world, self.number)
+        start = functools.partial(rounds.of, draft.codec, tensors, draft.contexts, self.memory, self.scale)
+        what = f"{draft.described} at step {self.number}"
+        submit_rounds(runner_of(channel), what, start, about, done, self._wait_for_agreement)
 
-    # -- whether all ranks see the same --------------------------------------------------------------------------
+    # -- whether all ranks see and do the same -------------------------------------------------------------------
 
-    def compare(self, joined: bool, warn: Callable[[str], None]) -> None:
-        """At the beginning: tells the other ranks whether this one takes part, and its grids. The answer comes later.
+    def _agree_on(self, described: str) -> None:
+        """Has all ranks say that they send this: the first message of a step, and those that are new on the channel.
 
-        `joined` is for a rank that has run out of inputs and only keeps the others company.
+        Others are of the scheme that the first row names and of buckets that DDP leaves as they are.
         """
-        if self.alone:
+        runner = runner_of(self.channel)
+        if not self._has_agreed() or described not in runner.agreed:
+            self._agree(described)
+            runner.agreed.add(described)
+
+    def _has_agreed(self) -> bool:
+        """Whether ranks have told each other something of this step."""
+        return bool(self._rows)
+
+    def _agree(self, what: str) -> None:
+        """Has all ranks say what they do, beside the messages; with the first row of a step goes all that is known."""
+        text, first = f"{what} at step {self.number} ({self.scheme.words})", not self._rows
+        if not first:
+            row = Row(text, self.fail)
+        elif self._floors or self._compares_shapes or self.learns:
+            row = Row(self._first_text(text), self.fail, self._own_numbers, self._compare)
+        else:
+            row = Row(self._first_text(text), self.fail)
+        self._rows.append(row)
+        rows_of(self.channel).submit(row)
+
+    def _first_text(self, text: str) -> str:
+        floors, shapes = len(self._floors), len(self.shapes.all_names) if self._compares_shapes else 0
+        return f"{text}; codecs by parameter have the digest {self.scheme.digest}, with {floors} grids, {shapes} shapes"
+
+    def _agree_if_silent(self) -> None:
+        """A step without messages, as of sparse gradients alone, is compared as well."""
+        if not (self._has_agreed() or self.alone):
+            self._agree("nothing")
+
+    def _wait_for_agreement(self) -> None:
+        """Returns when all ranks have said that they send the same messages in this step."""
+        for row in list(self._rows):
+            row.over.wait()
+        if self.channel.error is not None:
+            raise self.channel.error
+
+    def _own_numbers(self) -> torch.Tensor:
+        """Whether this rank has joined, and its grids and shapes, of which a sample is looked at."""
+        joined, floors = torch.tensor([int(self._joined)]), list(self._floors.values())
+        shapes = [self.shapes.sums(self.number)] if self._compares_shapes else []
+        return torch.cat([joined, checks.floor_sums(floors, self.number), *shapes])
+
+    def _compare(self, rows: Sequence[torch.Tensor]) -> None:
+        """Where grids or shapes differ, or a rank has joined, this step does without them on all ranks."""
+        rank, warn, floors = self.channel.rank, self.attached.warn, len(self._floors)
+        gone = rank if self._joined else next((other for other, row in enumerate(rows) if row[0]), None)
+        if gone is not None:
+            self._one_joined = True
+            for instead in [checks.LOSSLESS] * bool(floors) + [checks.UNSHAPED] * bool(self.shapes.names):
+                warn(checks.about_joined(gone, instead))
             return
-        floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
-        if floors or self.learns:
-            self._comparison = checks.Comparison(floors, joined, self.number, self.channel, warn)
-
-    def compare_shapes(self, joined: bool, joins: bool, warn: Callable[[str], None]) -> None:
-        """At the beginning: the same for the shapes that whole messages are rounded by, if there are any.
-
-        `joins`: a rank may run out of inputs. One that did so early has no shapes, and still has to tell the others.
-        """
-        if (self.shapes.names or joins) and not self.alone:
-            self._shape_comparison = checks.ShapeComparison(self.shapes, joined, self.number, self.channel, warn)
+        if found := checks.differences([row[1 : 1 + floors] for row in rows], rank, list(self._floors)):
+            self._grids_differ = True
+            warn(checks.about_grids(*found[0], rank, checks.LOSSLESS))
+        names = self.shapes.all_names if self._compares_shapes else []
+        if found := checks.differences([row[1 + floors :] for row in rows], rank, names):
+            self._shapes_differ = True
+            warn(checks.about_grids(*found[0], rank, checks.UNSHAPED))
 
     def _shapes_agree(self) -> bool:
         """Waits for the other ranks' shapes; False if they differ from this one's, or there are none."""
-        return self._shape_comparison is not None and self._shape_comparison.grids_agree()
+        if not self._compares_shapes:
+            return False
+        return not self.one_has_joined() and not self._shapes_differ
 
     def _must_be_lossless(self) -> bool:
         """Waits for the other ranks' grids; True if they differ from this one's."""
-        return self._comparison is not None and not self._comparison.grids_agree()
+        return self.one_has_joined() or self._grids_differ
 
     def one_has_joined(self) -> bool:
-        """Whether a rank took no part, as far as it was asked."""
-        return self._comparison is not None and self._comparison.one_has_joined()
+        """Whether a rank took no part, as far as it was asked. If others have failed, so will whatever comes next."""
+        if self._rows:
+            self._rows[0].over.wait()
+        return self._one_joined
+
+    def _compare_results(self) -> None:
+        """Has all ranks compare the means once they are there: all must have the same bits."""
+        names = [name for name, _ in self.results]
+
+        def numbers() -> torch.Tensor:
+            self._complete.wait()
+            if self.channel.error is not None:
+                raise self.channel.error
+            return torch.tensor([checks.bit_sum(tensor) for _, tensor in self.results])
+
+        def heard(rows: Sequence[torch.Tensor]) -> None:
+            found = checks.differences(rows, self.channel.rank, names)
+            checks.check_results(found, self.number, self.channel.rank, len(names))
+            self._checked(Outcome())
+
+        what = f"a comparison of {len(names)} results at step {self.number}"
+        rows_of(self.channel).submit(Row(what, self.fail, numbers, heard))
+
+    def _send_counts(self, done: Callable[[Outcome], None]) -> None:
+        """Adds up the exponents that all ranks have counted, for the next shared book."""
+
+        def heard(rows: Sequence[torch.Tensor]) -> None:
+            self.attached.books.make(torch.stack(list(rows)).sum(0), self.scheme.book_limit)
+            size, groups = rows[0].nbytes, self.channel.groups
+            neighbours = groups["intra"].size if "intra" in groups else 1
+            done(Outcome(bytes_sent=size * (len(rows) - 1), bytes_out=size * (len(rows) - neighbours)))
+
+        what = f"the code book of step {self.number}"
+        rows_of(self.channel).submit(Row(what, self.fail, self._all_counts, heard))
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
-    def _start(self, ticket: _Ticket, kind: str, submit: Callable[[Callable[[Outcome], None]], Any]) -> None:
+    def _start(self, ticket: Ticket, kind: str, submit: Callable[[Callable[[Outcome], None]], Any]) -> None:
         with self._lock:
             self._open += 1
             ticket.left += 1
         submit(functools.partial(self._ended, ticket, kind))
 
-    def _all_started(self, ticket: _Ticket) -> None:
+    def _all_started(self, ticket: Ticket) -> None:
         """No more messages carry this bucket; all may be through already."""
         with self._lock:
             ticket.left -= 1
         if ticket.left == 0 and not ticket.held and ticket.error is None:
             ticket.give()
 
-    def _ended(self, ticket: _Ticket | None, kind: str | None, outcome: Outcome) -> None:
+    def _ended(self, ticket: Ticket | None, kind: str | None, outcome: Outcome) -> None:
         """A message of that kind is through, or all buckets have come."""
         with self._lock:
             self.totals.add(outcome)
@@ -466,16 +518,7 @@ class Backward:
         self.fail(outcome.error) if outcome.error is not None else self._finish()
 
     def _means_follow(self) -> None:
-        """All that makes a message's means is on the current stream. If it is the last message, DDP goes on behind it.
-
-        Whether the means are finite is still to be seen: Memory waits for that, and so does the next backward pass.
-        """
-        with self._lock:
-            last = self._open == 1 and self.totals.error is None
-            self.gave_early = last and self.early and not self.check
-        if self.gave_early:
-            for ticket in self._tickets:
-                ticket.give()
+        """All that makes a message's means is on the current stream."""
 
     def _finish(self) -> None:
         self.exposed = time.perf_counter() - self._last_came if self._last_came is not None else 0.0
@@ -484,19 +527,15 @@ class Backward:
             if self.alone:
                 for kind in {way.kind for way in self.ways.values()}:
                     self.parts.setdefault(kind, Outcome())
-            self.on_end(self)
+            self.attached.on_end(self)
         finally:
             self.over.set()
-        self._end_elsewhere()
+        self._release()
         for ticket in self._tickets:
             ticket.give()
 
-    def _end_elsewhere(self) -> None:
-        """What the pipeline knows of, and does not do itself, is through."""
-        if self._elsewhere is not None:
-            self._elsewhere.end()
-        for job in self._agreements:
-            self.channel.pipeline.end(job)
+    def _release(self) -> None:
+        """Nothing is left to be done."""
 
     def fail(self, error: BaseException) -> None:
         """Every bucket that DDP still waits for raises."""
@@ -509,20 +548,20 @@ class Backward:
         with self._counted:
             self._counted.notify_all()
         try:
-            self.on_end(self)
+            self.attached.on_end(self)
         finally:
             self.over.set()
-        self._end_elsewhere()
+        self._release()
         for ticket in list(self._tickets):
             ticket.give()
 
 
-def is_alone(channel: PipelineChannel) -> bool:
+def is_alone(channel: Channel) -> bool:
     """The mean over one rank is what it has: nothing is coded, lost or sent."""
     return channel.world == 1 and os.environ.get(ALONE, "") in ("", "0")
 
 
-def _buffer_or_raise(ticket: _Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:
+def _buffer_or_raise(ticket: Ticket, done: torch.futures.Future[Any]) -> torch.Tensor:
     """Raising here, in a callback, gives backward a RuntimeError with the text of the error; set_exception does not."""
     if ticket.error is not None:
         raise ticket.error

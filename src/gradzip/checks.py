@@ -1,151 +1,50 @@
-"""What ranks compare with each other besides their messages: the grids that they round to, and what came out."""
+"""What ranks compare besides their messages: a number for each grid and for each result, and what is said of them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .collectives import AllReduce, Exchange, Job, Parts, PipelineChannel, Steps, single
 from .engines.layout import Floor
 from .errors import PeerError
-from .exchange.outcome import Outcome
-from .sensitivity.shape import SecondMoments
 
 _SAMPLED = 1024  # values of each tensor that are looked at in a step, others in the next
+LOSSLESS = "gradients are sent lossless"  # what is done instead where grids differ, and where shapes do
+UNSHAPED = "the codec noise rounds all values of a tensor to the same grid"
 
 
-class Comparison:
-    """At the beginning of a step: whether all ranks take part, and would round to the same grid.
-
-    A rank that has joined early under uneven inputs takes no steps, so its parameters fall behind. Grids also differ
-    where a rank has other optimizer settings than the rest. Either way this step's gradients go lossless on all of
-    them. What is compared of grids is a sample that changes from step to step.
-    """
-
-    _instead = "gradients are sent lossless"
-
-    def __init__(
-        self,
-        floors: Mapping[str, Floor | torch.Tensor],
-        joined: bool,
-        step: int,
-        channel: PipelineChannel,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._known = threading.Event()
-        self._differ = self._joined = False
-        self._floors, self._own, self._warn = dict(floors), joined, warn
-        cuda = channel.device.type == "cuda"
-        ready = torch.cuda.current_stream(channel.device).record_event() if cuda else None
-        what = f"a comparison of {len(self._names())} grids at step {step}"
-        single(what, lambda job, outcome: self._compare(step, ready, channel), channel, self._end)
-
-    def grids_agree(self) -> bool:
-        """Waits for the others. If they have failed, so will whatever comes next."""
-        self._known.wait()
-        return not (self._differ or self._joined)
-
-    def one_has_joined(self) -> bool:
-        self._known.wait()
-        return self._joined
-
-    def _compare(self, step: int, ready: torch.cuda.Event | None, channel: PipelineChannel) -> Steps:
-        if ready is not None:
-            torch.cuda.current_stream().wait_event(ready)
-        sums = torch.cat([torch.tensor([int(self._own)]), self._sums(step)])
-        names = ["", *self._names()]
-        differing = yield from _differences(sums, names, channel)
-        gone = channel.rank if self._own else next((rank for rank, name in differing if not name), None)
-        if gone is not None:
-            self._joined = True
-            if self._has_grids():
-                self._warn(f"rank {gone} has no more inputs: while others go on, {self._instead}")
-        elif differing:
-            self._differ = True
-            rank, name = differing[0]
-            self._warn(
-                f"rank {rank} would round {name!r} to another grid than rank {channel.rank}: its parameters, optimizer "
-                f"state or settings differ. Until they agree, {self._instead}"
-            )
-
-    def _sums(self, step: int) -> torch.Tensor:
-        return _floor_sums(list(self._floors.values()), step)
-
-    def _names(self) -> list[str]:
-        return list(self._floors)
-
-    def _has_grids(self) -> bool:
-        return bool(self._floors)
-
-    def _end(self, outcome: Outcome) -> None:
-        self._known.set()
+def differences(rows: Sequence[torch.Tensor], rank: int, names: Sequence[str]) -> list[tuple[int, str]]:
+    """The ranks and names whose numbers differ from this rank's; each rank has a row of them."""
+    own = rows[rank]
+    found = [(other, (row != own).nonzero().view(-1).tolist()) for other, row in enumerate(rows)]
+    return [(other, names[place]) for other, places in found for place in places]
 
 
-class ShapeComparison(Comparison):
-    """The same for shapes of the codec noise: where they differ, all values of a tensor get the same grid."""
-
-    _instead = "the codec noise rounds all values of a tensor to the same grid"
-
-    def __init__(
-        self, shapes: SecondMoments, joined: bool, step: int, channel: PipelineChannel, warn: Callable[[str], None]
-    ) -> None:
-        self._shapes = shapes
-        super().__init__({}, joined, step, channel, warn)
-
-    def _sums(self, step: int) -> torch.Tensor:
-        return self._shapes.sums(step)
-
-    def _names(self) -> list[str]:
-        return self._shapes.all_names
-
-    def _has_grids(self) -> bool:
-        return bool(self._shapes.names)
+def about_joined(rank: int, instead: str) -> str:
+    """Under uneven inputs: a rank that has joined takes no steps, so that its parameters fall behind."""
+    return f"rank {rank} has no more inputs: while others go on, {instead}"
 
 
-def compare_results(
-    results: Sequence[tuple[str, torch.Tensor]],
-    step: int,
-    ready: threading.Event,
-    channel: PipelineChannel,
-    done: Callable[[Outcome], None],
-) -> None:
-    """Compares averaged gradients over all ranks, once they are `ready`: all must have the same bits."""
-
-    def run(job: Job, outcome: Outcome) -> Steps:
-        ready.wait()
-        if channel.error is not None:
-            raise channel.error
-        sums = torch.tensor([bit_sum(tensor) for _, tensor in results])
-        differing: dict[str, list[int]] = {}
-        for rank, name in (yield from _differences(sums, [name for name, _ in results], channel)):
-            differing.setdefault(name, []).append(rank)
-        if differing:
-            name, ranks = next(iter(differing.items()))
-            raise PeerError(
-                f"after step {step} rank {channel.rank} has other bits in the gradient of {name!r} than rank "
-                f"{', '.join(map(str, ranks))}; so it is for {len(differing)} of {len(results)} parameters. "
-                "Replicas no longer agree: this is a bug or a hardware fault"
-            )
-
-    single(f"a comparison of {len(results)} results at step {step}", run, channel, done)
+def about_grids(rank: int, name: str, own: int, instead: str) -> str:
+    return (
+        f"rank {rank} would round {name!r} to another grid than rank {own}: its parameters, optimizer "
+        f"state or settings differ. Until they agree, {instead}"
+    )
 
 
-def _differences(sums: torch.Tensor, names: Sequence[str], channel: PipelineChannel) -> _Found:
-    """The ranks and names whose numbers differ from this rank's."""
-    group = channel.groups["flat"]
-    data = sums.view(torch.uint8)
-    received = yield Exchange("flat", [data] * group.size, [data.numel()] * group.size)
-    found = []
-    for rank, part in zip(group.ranks, received):
-        assert part is not None
-        for index in (part.view(torch.int64) != sums).nonzero().view(-1).tolist():
-            found.append((rank, names[index]))
-    return found
-
-
-_Found = Generator[Exchange | AllReduce, Parts, list[tuple[int, str]]]
+def check_results(found: Sequence[tuple[int, str]], step: int, rank: int, count: int) -> None:
+    """PeerError where ranks got other results: these differences, of so many parameters."""
+    differing: dict[str, list[int]] = {}
+    for other, name in found:
+        differing.setdefault(name, []).append(other)
+    if differing:
+        name, ranks = next(iter(differing.items()))
+        raise PeerError(
+            f"after step {step} rank {rank} has other bits in the gradient of {name!r} than rank "
+            f"{', '.join(map(str, ranks))}; so it is for {len(differing)} of {count} parameters. "
+            "Replicas no longer agree: this is a bug or a hardware fault"
+        )
 
 
 def bit_sum(x: torch.Tensor) -> int:
@@ -161,7 +60,7 @@ def bit_sum(x: torch.Tensor) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tensor:
+def floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tensor:
     """A number for each, from a sample of its values: a few operations for all of them, and one transfer."""
     totals = [0] * len(floors)
     alike: dict[tuple[torch.dtype, int], list[tuple[int, int, torch.Tensor]]] = {}
@@ -174,11 +73,11 @@ def _floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tens
             tensors = (floor.view(-1),)
         for weight, x in enumerate(tensors, start=1):
             if x is not None:
-                sample = _sample(x, step)
-                alike.setdefault((x.dtype, sample.numel()), []).append((place, weight, sample))
+                values = sample(x, step)
+                alike.setdefault((x.dtype, values.numel()), []).append((place, weight, values))
     sums = []
     for (dtype, _), samples in alike.items():
-        rows = torch.stack([sample for _, _, sample in samples])
+        rows = torch.stack([values for _, _, values in samples])
         sums.append((rows if dtype == torch.int8 else rows.view(torch.int32)).sum(1, dtype=torch.int64))
     found = torch.cat(sums).tolist() if sums else []
     for (place, weight, _), number in zip((entry for samples in alike.values() for entry in samples), found):
@@ -186,7 +85,7 @@ def _floor_sums(floors: Sequence[Floor | torch.Tensor], step: int) -> torch.Tens
     return torch.tensor(totals, dtype=torch.int64)
 
 
-def _sample(flat: torch.Tensor, step: int) -> torch.Tensor:
+def sample(flat: torch.Tensor, step: int) -> torch.Tensor:
     """Every n-th value; it starts elsewhere in each step, so that all of them are seen in the end. A view."""
     count = min(flat.numel(), _SAMPLED)
     stride = flat.numel() // max(count, 1)

@@ -1,4 +1,4 @@
-"""What each gradient goes through, and the messages of those that wait for the last bucket.
+"""What each gradient goes through, and the messages that gradients form.
 
 DDP hands out the same buckets in every step, so that most of a message is the same as in the step before: it is put
 together once, and each step fills in what has changed.
@@ -6,9 +6,13 @@ together once, and each step fills in what has changed.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeGuard
 
 import torch
@@ -16,7 +20,6 @@ import torch
 from .codecs import Codec, Context
 from .codecs.gcomp import GComp
 from .codecs.lowrank import Fused, PowerSGD
-from .collectives.message import FACTORS, Prepared
 from .engines.layout import Floor
 from .engines.noise_layout import Shapes
 from .exchange.codecs import stream_codec
@@ -26,6 +29,7 @@ from .exchange.flattening import flatten
 from .exchange.on_host import HostMessage
 from .exchange.on_stream import StreamMessage
 from .exchange.topology import Topology
+from .routes import FACTORS
 from .sensitivity.shape import SecondMoments
 
 PLAIN = "identity/allreduce"
@@ -48,6 +52,36 @@ class Way:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
         object.__setattr__(self, "form", self.codec.error_memory)
+
+
+class Scheme:
+    """What follows from the ways of a step, found out once for all steps that have the same but for their floors."""
+
+    def __init__(self, ways: Mapping[str, Way], streams: bool = False) -> None:
+        """`streams`: by the stream runner."""
+        self.ways, self.streams = ways, streams
+        self._kinds = [way.kind for way in ways.values()]
+        counts = Counter(self._kinds)
+        self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
+        pairs = repr(list(zip(ways, self._kinds)))
+        self.digest = hashlib.blake2b(pairs.encode(), digest_size=4).hexdigest()  # of who gets what
+        self.plain = set(counts) == {PLAIN}
+        self.whole = any(way.whole is not None and not way.late for way in ways.values())
+        self.shaped = any(way.codec.shaped for way in ways.values())
+        self.graded = any(way.floor is not None for way in ways.values())
+        self.factors = any(way.route == FACTORS for way in ways.values())
+        self.all_late = not self.plain and all(way.late for way in ways.values())
+        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
+        self.book_limit = min((codec.limit for codec in sharing), default=0)  # of codes in the shared book; 0: none
+        self.book_refresh = min((codec.refresh for codec in sharing), default=50)  # steps between two of these books
+
+    def with_floors_of(self, ways: Mapping[str, Way]) -> Scheme | None:
+        """The same for ways that differ in floors alone; None if they differ in more."""
+        if list(ways) != list(self.ways) or [way.kind for way in ways.values()] != self._kinds:
+            return None
+        renewed = copy.copy(self)
+        renewed.ways = ways
+        return renewed
 
 
 class Whole(HostMessage):
@@ -80,6 +114,7 @@ class Bucket(Named):
         self._wholes: dict[tuple[str, tuple[str, ...]], Whole] = {}  # by kind and names
         self._streamed: tuple[Mapping[str, Way] | None, list[StreamMessage], bool] = None, [], False
         self._done: Future | None = None
+        self._soon: tuple[Mapping[str, Way] | None, list[Draft]] = None, []
 
     def parted(self, ways: Mapping[str, Way]) -> tuple[Named, Named, list[Whole]]:
         """What waits for the last bucket, what does not, and what is coded as whole messages."""
@@ -91,6 +126,12 @@ class Bucket(Named):
             self._parted = late, soon, self._whole_messages(together, ways)
             self._ways = ways
         return self._parted
+
+    def drafts(self, ways: Mapping[str, Way], rank: int, world: int) -> list[Draft]:
+        """What does not wait for the last bucket and is not coded as whole messages."""
+        if self._soon[0] is not ways:
+            self._soon = ways, _drafted(self.parted(ways)[1], ways, rank, world)
+        return self._soon[1]
 
     def _whole_messages(self, together: list[Named], ways: Mapping[str, Way]) -> list[Whole]:
         """Those of the step before where nothing but floors has changed."""
@@ -149,9 +190,28 @@ def done_future(buffer: torch.Tensor) -> Future:
     return future
 
 
+class Prepared:
+    """What is found out once about gradients that travel together by a codec, and stay where they are."""
+
+    def __init__(self, codec: Codec, tensors: list[torch.Tensor], contexts: list[Context]) -> None:
+        names = self.names = tuple(ctx.name for ctx in contexts)
+        shapes = tuple(t.shape for t in tensors)
+        self.codec = str(codec)
+        self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
+        self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
+        if self.in_place is not None:
+            self.words += " in place"  # another order of sums: all ranks, or none
+
+
+@lru_cache(maxsize=4096)  # the messages of a step are cut alike in the next
+def _digest(names: tuple[str, ...], shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> str:
+    layout = [f"{name}{tuple(shape)}{dtype}" for name, shape in zip(names, shapes)]
+    return hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
+
+
 @dataclass(eq=False)
 class Draft:
-    """A message of gradients that waited, without what changes from step to step."""
+    """A message of gradients, without what changes from step to step."""
 
     kind: str
     codec: Codec
@@ -164,6 +224,14 @@ class Draft:
     prepared: Prepared | None = None
     whole: Whole | None = None  # they are coded as one message
     streamed: FactorMessage | None = None  # the same for the stream runner
+
+    @property
+    def described(self) -> str:
+        """What all ranks must agree on."""
+        assert self.prepared is not None
+        names = self.prepared.names
+        about = f"{names[0]!r} and {len(names) - 1} more, {self.prepared.words}"
+        return f"{self.prepared.codec} by {self.route} for {about}"
 
     def on_stream(self, topology: Topology) -> FactorMessage:
         """What the stream runner makes of it; once."""

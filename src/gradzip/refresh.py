@@ -8,16 +8,14 @@ ranks at once, whenever the sum arrived. (GComp, SoCC '24, section 4: rebuilt ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from . import saved
 from .codecs import books
 from .codecs.books import Book
-from .collectives import Exchange, Job, PipelineChannel, Steps, single
 from .errors import Corrupt, PeerError, Unsupported
-from .exchange.outcome import Outcome
 
 DELAY = 2  # steps from the count of exponents to the book made of it
 
@@ -43,28 +41,17 @@ class SharedBook:
         """Whether exponents are counted in this step."""
         return step % every == 0
 
-    def refresh(
-        self,
-        counted: Callable[[], torch.Tensor],
-        step: int,
-        limit: int,
-        channel: PipelineChannel,
-        done: Callable[[Outcome], None],
-    ) -> None:
-        """Adds up the counts of all ranks; `counted` waits for this rank's own."""
+    def expect(self, step: int) -> None:
+        """Exponents are counted in this step."""
         self._due, self._coming = step + DELAY, None
         self._made.clear()
 
-        def run(job: Job, outcome: Outcome) -> Steps:
-            group, own = channel.groups["flat"], counted().view(torch.uint8)
-            received = yield Exchange("flat", [own] * group.size, [own.numel()] * group.size)
-            total = torch.stack([part.view(torch.int64) for part in received if part is not None]).sum(0)
-            if int(total.sum()):
-                self._coming = books.make(total, limit)
-                books.install(self._coming)
-            self._made.set()
-
-        single(f"the code book of step {step}", run, channel, done)
+    def make(self, counts: torch.Tensor, limit: int) -> None:
+        """Makes the book of what all ranks have counted, with codes of at most so many bits."""
+        if int(counts.sum()):
+            self._coming = books.make(counts, limit)
+            books.install(self._coming)
+        self._made.set()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from .errors import Unsupported, nearest
 DEVICES = ("cpu", "gpu")
 GROUPS = ("flat", "intra", "inter")
 CODING = ("enc", "dec")
+FACTORS = "factors"  # where the codec asks for one average after the other, instead of a route
 PLAIN = ("ar", "rs", "ag", "red", "bc")
 CODED = ("a2a", "ag", "gat", "bc", "ring")
 _SECOND = {"rs": "ag", "a2a": "ag", "ring": "ag", "red": "bc", "gat": "bc"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from .collectives import PipelineChannel
+from .exchange.channel import Channel
 from .exchange.factors_on_device import FactorMessage
 from .exchange.on_stream import StreamRunner
 from .exchange.outcome import Outcome
@@ -24,7 +24,7 @@ class StreamedBackward:
     def __init__(
         self,
         ways: Mapping[str, Way],
-        channel: PipelineChannel,
+        channel: Channel,
         runner: StreamRunner,
         on_end: Callable[[StreamedBackward], None],
         late: Late | None = None,

@@ -27,15 +27,16 @@ from ..checks import bit_sum
 from ..codecs import Codec, Context, parse
 from ..codecs.baseline import Cast
 from ..codecs.gcomp import GComp
-from ..collectives import Message, PipelineChannel, open_channel, route_of, submit
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
 from ..exchange import coding, rounds
-from ..exchange.codecs import codes_messages
+from ..exchange.channel import Channel
+from ..exchange.codecs import codes_messages, route_of
 from ..exchange.on_host import HostMessage, runner_of
 from ..exchange.outcome import Outcome
 from ..exchange.rounds_on_host import submit_rounds
 from ..feedback import Memory
+from ..hooks import runners
 from ..option import Option
 from ..routes import NAMED
 from .sample import Sample
@@ -95,7 +96,7 @@ class Bench:
     def __init__(self, sample: Sample, device: torch.device, transports: Sequence[str | None] = (None,)) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._channels = [open_channel(world, device, transport=transport) for transport in transports]
+        self._channels = [runners.open_for(world, device, transport=transport) for transport in transports]
         self.channel = self._channels[0]
         self._sample = sample
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -135,7 +136,7 @@ class Bench:
 
         return [_Way(NATIVE[0], "native", fp32), _Way(NATIVE[1], "native", bf16, Cast())]
 
-    def _way(self, option: Option, channel: PipelineChannel) -> _Way:
+    def _way(self, option: Option, channel: Channel) -> _Way:
         codec = parse(option.codec)
         route = route_of(codec, option.route, channel.topology.default_route)
         place = option.device or ("gpu" if self.own.device.type == "cuda" else "cpu")
@@ -161,6 +162,9 @@ class Bench:
             if on_host is not None:
                 on_host(step, end)
             else:
+                from ..collectives import Message, PipelineChannel, submit
+
+                assert isinstance(channel, PipelineChannel)
                 submit(Message(codec, route, [self.result], [context], memory), channel, end)
             done.wait()
             memory.commit()
@@ -173,7 +177,7 @@ class Bench:
         return way
 
     def _on_host(
-        self, codec: Codec, route: str, channel: PipelineChannel, memory: Memory, floor: Floor | torch.Tensor | None
+        self, codec: Codec, route: str, channel: Channel, memory: Memory, floor: Floor | torch.Tensor | None
     ) -> _Start | None:
         """How the host runner sends the gradient; None: it does not."""
         if self.own.device.type != "cpu":
@@ -192,7 +196,7 @@ class Bench:
         return start
 
     def _in_rounds(
-        self, codec: Codec, channel: PipelineChannel, memory: Memory, step: int, done: Callable[[Outcome], None]
+        self, codec: Codec, channel: Channel, memory: Memory, step: int, done: Callable[[Outcome], None]
     ) -> None:
         context = Context(
             "gradient", step, rank=self._rank, world=self._world, state=memory.state("gradient", codec.name)

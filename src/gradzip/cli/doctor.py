@@ -14,10 +14,11 @@ import torch
 from .. import __version__, codecs, engines
 from ..bench import cluster
 from ..codecs import Context
-from ..collectives import nccl, transports
+from ..collectives import nccl
 from ..emulate import format_rate
 from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
+from ..exchange.transports import GLOO, NCCL, TRANSPORT
 from .table import Column, Commands, Row, add_json, command, show
 
 _ORDER = ("broken", "ok", "absent")
@@ -166,18 +167,18 @@ def _override() -> Row:
 
 def _transport() -> Row:
     """What carries large messages between GPUs."""
-    word = os.environ.get(transports.TRANSPORT, "").strip().lower()
-    if word not in ("", transports.GLOO, transports.NCCL):
-        return _found("transport", f"{transports.TRANSPORT}={word!r} is neither gloo nor nccl", "broken")
-    if not torch.cuda.is_available() and word != transports.NCCL:
+    word = os.environ.get(TRANSPORT, "").strip().lower()
+    if word not in ("", GLOO, NCCL):
+        return _found("transport", f"{TRANSPORT}={word!r} is neither gloo nor nccl", "broken")
+    if not torch.cuda.is_available() and word != NCCL:
         return _found("transport", "gloo, from the host's memory")
     try:
         library = f"NCCL {nccl.version()} can be had instead (transport='nccl')"
         status = "ok"
     except GradzipError as reason:
-        library, status = f"not NCCL: {reason}", "broken" if word == transports.NCCL else "ok"
-    if word == transports.NCCL:
-        return _found("transport", f"nccl, by {transports.TRANSPORT}: {library}", status)
+        library, status = f"not NCCL: {reason}", "broken" if word == NCCL else "ok"
+    if word == NCCL:
+        return _found("transport", f"nccl, by {TRANSPORT}: {library}", status)
     return _found("transport", f"gloo, from the host's memory; {library}", status)
 
 

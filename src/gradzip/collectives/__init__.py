@@ -7,7 +7,8 @@ mean        the mean of one flat tensor, without the executor
 coder       codes stretches: frames, floors, error feedback
 together    codes many of them in one call of an engine
 message     gradients that travel together, and the jobs they become
-elsewhere   plain averaging on the model's own process group
+backward    one backward pass
+checks      the grids and results that ranks compare
 pipeline    threads that code one chunk while others are on the wire
 carrier     large exchanges from GPU to GPU, in one order on all ranks
 nccl        the communicator that carries them
@@ -16,14 +17,12 @@ channel     a channel of exchange/ with pipeline and carrier
 """
 
 from .channel import PipelineChannel, open_channel
-from .elsewhere import Elsewhere
-from .message import Message, average_plainly, route_of, single, submit
+from .message import Message, average_plainly, single, submit
 from .pipeline import Job
 from .terms import AllReduce, Exchange, Parts, Steps
 
 __all__ = [
     "AllReduce",
-    "Elsewhere",
     "Exchange",
     "Job",
     "Message",
@@ -32,7 +31,6 @@ __all__ = [
     "Steps",
     "average_plainly",
     "open_channel",
-    "route_of",
     "single",
     "submit",
 ]

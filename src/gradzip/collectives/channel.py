@@ -17,10 +17,10 @@ from ..errors import PeerError
 from ..exchange import channel as connections
 from ..exchange.gloo import Broken
 from ..exchange.topology import Topology
+from ..exchange.transports import GLOO, NCCL, TRANSPORT
 from . import nccl, transports
 from .carrier import LEAST, Carrier, Communicator
 from .pipeline import ROW_VERSION, Agreement, Pipeline
-from .transports import GLOO, NCCL
 
 _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connections
 _make_communicator: Callable[[Store, int, int, torch.device], Communicator] = nccl.Communicator  # tests have another
@@ -28,6 +28,8 @@ _least = LEAST
 
 
 class PipelineChannel(connections.Channel):
+    _sums = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -88,7 +90,7 @@ class PipelineChannel(connections.Channel):
         if isinstance(found, Broken) and self.error is None and self.health.cause(_LAST_WORDS) is None:
             found = PeerError(
                 f"rank {self.rank} could not connect to the others over NCCL ({found}): leave transport={NCCL!r} out, "
-                f"or set {transports.TRANSPORT}={GLOO}"
+                f"or set {TRANSPORT}={GLOO}"
             )
         raise self.explained(found) if isinstance(found, Broken) else self.fail(found)
 

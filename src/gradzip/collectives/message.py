@@ -10,23 +10,21 @@ Every way ends with the same bits on all ranks, and every encode that loses some
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from ..codecs import Codec, Context
 from ..codecs.baseline import Cast, Identity
-from ..errors import Unsupported, nearest
 from ..exchange.finiteness import all_finite
 from ..exchange.flattening import flatten, unflatten
 from ..exchange.outcome import Outcome
 from ..exchange.rounds import decode_mean, encoded
 from ..feedback import Memory
-from ..routes import NAMED, Route
+from ..gradients import Prepared
+from ..routes import FACTORS, NAMED, Route
 from .blobs import Blob
 from .channel import PipelineChannel
 from .coder import TensorCoder, cuttable
@@ -36,8 +34,7 @@ from .mean import WHERE, averaging
 from .pipeline import Agreement, Job
 from .terms import AllReduce, How, Parts, Steps
 
-FACTORS, ALLREDUCE = "factors", "allreduce"
-NAMES = (*NAMED, FACTORS)
+ALLREDUCE = "allreduce"
 
 
 @dataclass(eq=False)
@@ -70,58 +67,6 @@ class Message:
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
-
-
-class Prepared:
-    """What is found out once about gradients that travel together by a codec, and stay where they are."""
-
-    def __init__(self, codec: Codec, tensors: list[torch.Tensor], contexts: list[Context]) -> None:
-        names = self.names = tuple(ctx.name for ctx in contexts)
-        shapes = tuple(t.shape for t in tensors)
-        self.codec = str(codec)
-        self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
-        self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
-        if self.in_place is not None:
-            self.words += " in place"  # another order of sums: all ranks, or none
-
-
-@lru_cache(maxsize=4096)  # the messages of a step are cut alike in the next
-def _digest(names: tuple[str, ...], shapes: tuple[torch.Size, ...], dtype: torch.dtype) -> str:
-    layout = [f"{name}{tuple(shape)}{dtype}" for name, shape in zip(names, shapes)]
-    return hashlib.blake2b(repr(layout).encode(), digest_size=4).hexdigest()
-
-
-def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall") -> str:
-    """The route that a codec takes; Unsupported if the wanted one does not exist or does not fit.
-
-    `default` is where frames go that are neither factors, nor summable, nor sparse: it depends on the hosts.
-    """
-    if codec.routes and wanted not in (None, *codec.routes):
-        raise Unsupported(f"{codec} goes by {' or '.join(map(repr, codec.routes))} alone, and not by {wanted!r}")
-    if wanted is None:
-        return _usual(codec, default)
-    if (wanted == FACTORS) != (codec.rounds > 1):
-        raise Unsupported(f"{codec} cannot go by {wanted!r}: 'factors' is for codecs of several rounds alone")
-    if wanted == FACTORS:
-        return wanted
-    if wanted not in NAMES and ">" not in wanted and "." not in wanted:
-        raise Unsupported(f"unknown route {wanted!r}{nearest(wanted, NAMES)}; there are {', '.join(NAMES)}, or steps")
-    route = Route.parse(wanted)
-    if not route.compresses and not (codec.summable and wanted == ALLREDUCE) and not isinstance(codec, Identity):
-        raise Unsupported(f"frames of {codec} cannot be added up, and {wanted!r} codes nothing: send it by 'alltoall'")
-    return wanted
-
-
-def _usual(codec: Codec, default: str) -> str:
-    if codec.routes:
-        return codec.routes[0]
-    if codec.rounds > 1:
-        return FACTORS
-    if isinstance(codec, Cast):
-        return default  # so that sums are formed in float32
-    if codec.summable:
-        return ALLREDUCE
-    return default if cuttable(codec) else "allgather"
 
 
 def submit(message: Message, channel: PipelineChannel, done: Callable[[Outcome], None]) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import Unsupported, nearest
+from ..errors import Unsupported
+from ..exchange.transports import GLOO, NCCL, TRANSPORT, asked_for
 from . import nccl
-
-GLOO, NCCL = "gloo", "nccl"
-TRANSPORT = "GRADZIP_TRANSPORT"  # gloo or nccl: used instead of what the code says
 
 
 def choose(wanted: str | None, group: dist.ProcessGroup, device: torch.device) -> str:
     """What is asked for, by the environment first; Unsupported where it cannot be had. All ranks must choose alike."""
-    word = os.environ.get(TRANSPORT, "").strip().lower() or wanted or GLOO
-    if word not in (GLOO, NCCL):
-        raise Unsupported(f"unknown transport {word!r}{nearest(word, (GLOO, NCCL))}: it is {GLOO} or {NCCL}")
+    word = asked_for(wanted)
     if word == NCCL and (reason := reason_against(group, device)) is not None:
         raise Unsupported(f"transport={NCCL}: {reason}. Leave it out, or set {TRANSPORT}={GLOO}")
     return word

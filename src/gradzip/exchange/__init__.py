@@ -12,9 +12,12 @@ interpreter   runs a program for all ranks in one process, in plain torch: the o
 on_host       runs a program over Gloo, from and to the memory of the CPU
 on_stream     runs messages of known size on CUDA streams over NCCL, without waiting for the host
 on_device     such a message: its buffers on the GPU, and what codes it there
+plain         uncompressed averaging through DDP's own process group
+rows          rows of numbers that ranks compare beside their gradients, in a thread of its own
 calls         exchanges without DDP: means of any tensors, and reduce-scatters; not public yet
 slots         sizes of the slots that frames travel in on streams
 topology      which ranks share a host, and the groups that routes speak of
+transports    what users may ask for to carry large messages
 channel       a process's way to the others: connections, heartbeat, threads that use them
 gloo          bytes from rank to rank, from the host's memory; sockets and senders serve it
 heartbeat     who is alive, and what went wrong

@@ -31,8 +31,10 @@ from .heartbeat import Health
 from .recording import Probe, Watch
 from .standing import Standing
 from .topology import Topology
+from .transports import GLOO
 
 HEARTBEAT = timedelta(seconds=30)
+ROW_VERSION = 5  # of what ranks tell each other in rows (rows.py): others would not understand it
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
 _AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
 _GRACE = 0.6  # seconds of these that threads have to end by themselves
@@ -50,6 +52,10 @@ _probe: Probe | None = None  # for tests: sees every stage of every chunk
 class Worker(Protocol):
     """Threads that use a channel's connections, and end with it."""
 
+    def drain(self) -> None:
+        """Returns when all that was submitted so far is through."""
+        ...
+
     def fail(self, error: BaseException) -> None:
         """Ends all that is under way with an error, also what a thread is stuck in."""
         ...
@@ -60,6 +66,9 @@ class Worker(Protocol):
 
 
 class Channel:
+    transport = GLOO  # what carries large messages
+    _sums = False  # torch's own all-reduce is needed
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -85,7 +94,7 @@ class Channel:
         self._meet(store, "hello", timeout)
         try:
             senders = SENDERS if device.type == "cuda" else 0
-            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
+            self.gloo = Gloo(store, self.rank, self.world, timeout, senders, self._sums)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
         if device.type == "cuda":
@@ -106,6 +115,7 @@ class Channel:
             "frames": wire.VERSION,
             "hosts": self.topology.hosts,
             "device": self.device.type,  # messages are cut up otherwise on GPUs
+            "rows": ROW_VERSION,
         }
 
     def describe(self, number: int) -> str:
@@ -224,6 +234,11 @@ class Channel:
         else:
             text = f"an exchange failed, though no rank has closed its connections: {_plain(error)}"
         return self.fail(PeerError(text), about=rank)
+
+    def drain(self) -> None:
+        """Returns when all that was submitted so far is through."""
+        for worker in self.workers:
+            worker.drain()
 
     def compare(self, text: str, wait: bool) -> None:
         """Tells the others what this rank is going to do; `wait`: raises on all ranks unless theirs is the same.

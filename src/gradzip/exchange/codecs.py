@@ -1,4 +1,4 @@
-"""Which codecs code whole messages, and so travel by this package."""
+"""Which codecs code whole messages, and so travel by this package; which route each takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..codecs import Codec
 from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
 from ..codecs.scaled import Scaled
-from ..routes import CODING, Route
+from ..errors import Unsupported, nearest
+from ..routes import CODING, FACTORS, NAMED, Route
 from .coding import MessageCodec, Raw
 from .gcomp import GCompMessages
 from .generic import GenericMessages
@@ -18,6 +19,9 @@ from .noise import NoiseMessages
 from .on_device import NoiseOnStream, RawOnStream, StreamCodec
 from .scaled import ScaledMessages
 from .scaled_on_device import ScaledOnStream
+
+_ALLREDUCE = "allreduce"
+_ROUTES = (*NAMED, FACTORS)
 
 
 def _scaled(codec: Scaled) -> MessageCodec:
@@ -79,3 +83,37 @@ def stream_codec(codec: Codec) -> StreamCodec | None:
     if isinstance(codec, Cast):
         return RawOnStream(Raw(str(codec), codec.dtype))
     return RawOnStream(Raw(str(codec))) if isinstance(codec, Identity) else None
+
+
+def route_of(codec: Codec, wanted: str | None = None, default: str = "alltoall") -> str:
+    """The route that a codec takes; Unsupported if the wanted one does not exist or does not fit.
+
+    `default` is where frames go that are neither factors, nor summable, nor sparse: it depends on the hosts.
+    """
+    if codec.routes and wanted not in (None, *codec.routes):
+        raise Unsupported(f"{codec} goes by {' or '.join(map(repr, codec.routes))} alone, and not by {wanted!r}")
+    if wanted is None:
+        return _usual(codec, default)
+    if (wanted == FACTORS) != (codec.rounds > 1):
+        raise Unsupported(f"{codec} cannot go by {wanted!r}: 'factors' is for codecs of several rounds alone")
+    if wanted == FACTORS:
+        return wanted
+    if wanted not in _ROUTES and ">" not in wanted and "." not in wanted:
+        known = ", ".join(_ROUTES)
+        raise Unsupported(f"unknown route {wanted!r}{nearest(wanted, _ROUTES)}; there are {known}, or steps")
+    route = Route.parse(wanted)
+    if not route.compresses and not (codec.summable and wanted == _ALLREDUCE) and not isinstance(codec, Identity):
+        raise Unsupported(f"frames of {codec} cannot be added up, and {wanted!r} codes nothing: send it by 'alltoall'")
+    return wanted
+
+
+def _usual(codec: Codec, default: str) -> str:
+    if codec.routes:
+        return codec.routes[0]
+    if codec.rounds > 1:
+        return FACTORS
+    if isinstance(codec, Cast):
+        return default  # so that sums are formed in float32
+    if codec.summable:
+        return _ALLREDUCE
+    return default if codec.cuttable else "allgather"

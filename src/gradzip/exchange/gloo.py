@@ -63,13 +63,16 @@ class Pending:
 class Gloo:
     """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
-        """`senders`: so many threads send larger data; 0: those that call `send`."""
+    def __init__(
+        self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0, sums: bool = True
+    ) -> None:
+        """`senders`: so many threads send larger data; 0: those that call `send`. `sums`: `all_reduce` is needed."""
         self.rank, self.world = rank, world
         self._sockets: dict[str, set[sockets.Socket]] = {}
         self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
-        for name in ("rows", "data", "sums") if world > 1 else ():
+        names = ("rows", "data", "sums") if sums else ("rows", "data")
+        for name in names if world > 1 else ():
             make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
             before = sockets.found()
             self._groups[name] = make()

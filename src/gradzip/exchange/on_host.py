@@ -251,11 +251,27 @@ class HostRunner:
         sent.done = ended
         with self._changed:
             self._under_way[sent] = None
-            if not self._threads:
+            if chunks and not self._threads:
                 self._start()
             for chunk in chunks:
                 self._queues[0].put(chunk(self._count))
                 self._count += 1
+
+    def expect(self, done: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
+        """What is to be called when something is through that is done elsewhere, but fails with the rest.
+
+        It hands on to `done`, which is called once.
+        """
+        sent = Sent(Message((), torch.float32), _nothing)
+        self.take(sent, done, ())
+        if self.channel.error is not None:
+            sent.end(self.channel.error)
+
+        def ended(outcome: Outcome) -> None:
+            sent.outcome = outcome
+            sent.end(outcome.error)
+
+        return ended
 
     def drain(self) -> None:
         """Returns when all messages submitted so far are through."""
@@ -611,6 +627,7 @@ class Run:
         for bound in bounds:
             size, check = data[at : at + HEAD].view("<i8").tolist()
             if check != self._check or not 0 <= size <= bound:
+                self.sent.agreed()  # says what the other rank does instead, if that is already known
                 raise PeerError(
                     f"rank {source} sent something else than rank {self._rank} expects, which is {self._what}: "
                     "use the same model, policy and gradzip on all ranks"

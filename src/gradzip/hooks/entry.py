@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
-from ..collectives import transports
 from ..errors import Unsupported, nearest
-from ..exchange import channel
+from ..exchange import channel, transports
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +20,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import collectives, saved
+from .. import saved
 from ..accordion import Accordion
-from ..backward import Backward, is_alone
+from ..backward import Attached, Backward, is_alone
 from ..codecs import Codec
-from ..collectives import transports
-from ..collectives.message import FACTORS
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange import on_stream
 from ..exchange.abort import Abort
@@ -35,7 +32,7 @@ from ..exchange.finiteness import all_finite
 from ..exchange.outcome import Outcome
 from ..exchange.topology import Topology
 from ..feedback import Memory, Value
-from ..gradients import PLAIN, Future, Late, Way, shares_book
+from ..gradients import Future, Scheme, Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
@@ -97,25 +94,24 @@ class Handle:
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
         self._patient = model.find_unused_parameters or model.static_graph
         runner = self._choose_runner(ways, self._learns)
-        if transports.choose(transport, group, self._device) == transports.NCCL:
-            transports.check_model(model)
-        self._channel = collectives.open_channel(group, self._device, mesh, timeout, heartbeat, transport)
+        about = mesh, timeout, heartbeat, transport
+        self._channel, self._backward_on_host = runners.connect(model, self._device, *about)
         self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
-        self._checks = checks_results()
         self._backward: Backward | StreamedBackward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
-        self._late = Late()
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
         on_streams = on_stream.reason_against(group, self._device) is None
-        self._shapes, self._shapes_version = SecondMoments(optimizers, self._names, on_streams), object()
+        self._shapes = SecondMoments(optimizers, self._names, on_streams)
+        about_passes = self._channel, self._memory, self._end, self._warn, group, checks_results(), self._learns
+        self._attached = Attached(*about_passes, books=self._books, shapes=self._shapes, shapes_version=object())
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
         self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
-        self._scheme = _Scheme({}, runners.HOST)
-        self._agreed: _Scheme | None = None  # plain for everything, and all ranks have said so
+        self._scheme = Scheme({})
+        self._agreed: Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
         self._totals, self._bytes_raw, self._exposed = Outcome(), 0, 0.0
         self._parts: dict[str, Outcome] = {}
@@ -125,7 +121,7 @@ class Handle:
         self._lock = threading.Lock()
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
-        self._meet(_Scheme(ways, runner))
+        self._meet(Scheme(ways, runner == runners.STREAM))
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
@@ -134,7 +130,7 @@ class Handle:
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
 
-    def _meet(self, scheme: _Scheme) -> None:
+    def _meet(self, scheme: Scheme) -> None:
         """Compares with the other ranks what the first step will be; gives the channel back if they differ."""
         try:
             self._channel.compare(self._agreement(scheme), wait=scheme.shaped or scheme.streams)
@@ -145,7 +141,7 @@ class Handle:
             self._channel.leave()
             raise
 
-    def _agreement(self, scheme: _Scheme) -> str:
+    def _agreement(self, scheme: Scheme) -> str:
         """What all ranks must have alike before they exchange anything by this scheme."""
         text = f"{len(self._names)} tensors, {scheme.words}"
         if not scheme.streams:  # what differs is told when the first messages meet
@@ -399,7 +395,7 @@ class Handle:
 
     def _drain(self) -> None:
         """Waits for what is under way, and says what has to be said."""
-        self._channel.pipeline.drain()
+        self._channel.drain()
         if self._stream is not None and self.error is None:
             try:
                 self._note(self._stream.drain)
@@ -436,37 +432,13 @@ class Handle:
             self._choose_scheme(ways)
         if self._scheme.streams and not is_alone(self._channel):
             return self._begin_streamed(scale)
-        plain = self._scheme.plain and not self._memory.residuals
-        learns = self._learns
-        rates = self._learning_rates()
         if self._scheme.shaped and self._shapes.renew():
-            self._shapes_version = object()
-        begun = Backward(
-            self._steps,
-            scale,
-            ways,
-            plain,
-            self._scheme.words,
-            self._channel,
-            self._memory,
-            self._end,
-            self._checks,
-            self._books,
-            rates,
-            learns,
-            self._group if self._agreed is self._scheme else None,
-            late=self._late,
-            early=not (learns or self._scheme.graded or self._scheme.plain),
-            all_late=self._scheme.all_late,
-            book_limit=self._scheme.book_limit,
-            shapes=self._shapes,
-            shapes_version=self._shapes_version,
-            book_refresh=self._scheme.book_refresh,
-        )
+            self._attached.shapes_version = object()
+        self._attached.learns, rates, agreed = self._learns, self._learning_rates(), self._agreed is self._scheme
         joined = self._has_joined()
-        begun.compare(joined, self._warn)
-        if self._scheme.shaped:
-            begun.compare_shapes(joined, self._joins(), self._warn)
+        begun = self._backward_on_host(
+            self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins()
+        )
         self._premises.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
@@ -474,8 +446,11 @@ class Handle:
         return runners.choose(ways, self._types, self._device, self._group, learns, self._patient)
 
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
-        runner = self._choose_runner(ways, self._learns)
-        before, self._scheme = self._scheme, _Scheme(ways, runner)
+        before, renewed = self._scheme, self._scheme.with_floors_of(ways)
+        if renewed is not None:
+            self._scheme = renewed
+            return
+        self._scheme = Scheme(ways, self._choose_runner(ways, self._learns) == runners.STREAM)
         text = self._agreement(self._scheme)
         if (self._scheme.streams or before.streams) and text != self._agreement(before):
             self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
@@ -487,7 +462,7 @@ class Handle:
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         use_shapes = self._scheme.shaped and not self._joins()
-        late = self._late if self._scheme.factors else None
+        late = self._attached.late if self._scheme.factors else None
         observe: Callable[[str, torch.Tensor], None] | None = None
         if isinstance(self._policy, Adaptive):
             if self._joins():
@@ -500,7 +475,7 @@ class Handle:
         self._channel.standing.begin_pass()
         begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
         then = None if observe is None else begun.show
-        self._note(lambda: runner.begin(self._steps, use_shapes, self._checks, scale, then))
+        self._note(lambda: runner.begin(self._steps, use_shapes, self._attached.check, scale, then))
         self._premises.begin(active=False)
         return begun
 
@@ -650,24 +625,6 @@ class Handle:
         for name, mean in ended.results:
             policy.observe(name, mean, ended.scale)
         policy.end_step(ended.rates)
-
-
-class _Scheme:
-    """What follows from the ways of a step, found out once for all steps that have the same."""
-
-    def __init__(self, ways: Mapping[str, Way], runner: str) -> None:
-        counts = Counter(way.kind for way in ways.values())
-        self.ways, self.streams = ways, runner == runners.STREAM
-        self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
-        self.plain = set(counts) == {PLAIN}
-        self.whole = any(way.whole is not None and not way.late for way in ways.values())
-        self.shaped = any(way.codec.shaped for way in ways.values())
-        self.graded = any(way.floor is not None for way in ways.values())
-        self.factors = any(way.route == FACTORS for way in ways.values())
-        self.all_late = not self.plain and all(way.late for way in ways.values())
-        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
-        self.book_limit = min((codec.limit for codec in sharing), default=0)
-        self.book_refresh = min((codec.refresh for codec in sharing), default=50)
 
 
 def _progress(policy: Policy) -> Progress | None:

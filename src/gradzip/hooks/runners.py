@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives import transports
-from ..collectives.message import FACTORS
+from ..backward import Backward
 from ..errors import Unsupported
 from ..exchange import factors_on_device, on_stream
+from ..exchange.channel import Channel, open_channel
 from ..exchange.codecs import stream_codec
+from ..exchange.transports import NCCL, asked_for
 from ..gradients import PLAIN, Way
-from ..routes import NAMED
+from ..routes import FACTORS, NAMED
 
 STREAM, HOST = "stream", "host"
 
@@ -43,7 +47,51 @@ def carries_from(device: torch.device, group: dist.ProcessGroup, transport: str 
     """Whether the host runner may carry gradients that lie there; by NCCL they go in collectives/."""
     if device.type == "cpu":
         return True
-    return ON_HOST_RUNNER_FROM_GPU and transports.choose(transport, group, device) != transports.NCCL
+    return ON_HOST_RUNNER_FROM_GPU and asked_for(transport) != NCCL
+
+
+def by_collectives(device: torch.device, transport: str | None) -> bool:
+    """Whether collectives/ serves a model: those on GPUs. Who asks for NCCL without a GPU is told so there."""
+    return device.type != "cpu" or asked_for(transport) == NCCL
+
+
+def connect(
+    model: DistributedDataParallel,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    timeout: timedelta | None,
+    heartbeat: timedelta | None,
+    transport: str | None,
+) -> tuple[Channel, type[Backward]]:
+    """The channel of a model's ranks, and what backward passes of the host are made of; Unsupported where it cannot be.
+
+    Models on CPUs do not load collectives/.
+    """
+    kind: type[Backward] = Backward
+    if by_collectives(device, transport):
+        from ..collectives import backward, transports
+
+        kind = backward.PipelineBackward
+        if transports.choose(transport, model.process_group, device) == NCCL:
+            transports.check_model(model)
+    return open_for(model.process_group, device, mesh, timeout, heartbeat, transport), kind
+
+
+def open_for(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+    heartbeat: timedelta | None = None,
+    transport: str | None = None,
+) -> Channel:
+    """The channel of these ranks; call it on all of them at the same point."""
+    about = group, device, mesh, timeout, heartbeat
+    if not by_collectives(device, transport):
+        return open_channel(*about)
+    from ..collectives import channel
+
+    return channel.open_channel(*about, transport)
 
 
 def choose(

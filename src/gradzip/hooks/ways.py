@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import sensitivity
 from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
-from ..collectives import route_of
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
-from ..exchange.codecs import codec_for_device, codes_messages, message_codec
+from ..exchange.codecs import codec_for_device, codes_messages, message_codec, route_of
 from ..exchange.coding import MessageCodec
 from ..exchange.flattening import flatten
 from ..exchange.topology import Topology

@@ -32,7 +32,7 @@ from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
 from ...exchange.buffers import Buffers
-from ...exchange.codecs import fills_frames
+from ...exchange.codecs import fills_frames, route_of
 from ...exchange.flattening import flatten
 from ...exchange.topology import Topology
 from ...feedback import Memory, clean_name
@@ -211,7 +211,7 @@ class Stand:
 
     def __init__(self, codec: Codec, device: str, place: torch.device, world: int) -> None:
         self.codec, self.place, self.world = codec, place, world
-        route = message.route_of(codec, None if codec.rounds > 1 else "alltoall" if cuttable(codec) else "allgather")
+        route = route_of(codec, None if codec.rounds > 1 else "alltoall" if cuttable(codec) else "allgather")
         self.route = str(NAMED[route].on(device)) if device == "gpu" and route in NAMED else route
         self.contributions = 1 if route == "alltoall" else world  # that the last stage decodes
         self.mirror, self.memory = _Mirror(world, place), Memory(0)
