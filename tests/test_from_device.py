@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -85,6 +86,8 @@ def exchanged(
     rank: int, cases: Sequence[tuple[str, str, torch.dtype]], per_host: int, chunk: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """What differs from the interpreter, which goes first: it has the engines of the CPU."""
+    if device == "cuda":
+        del os.environ["GRADZIP_ENGINE"]  # the right one for each device
     channel, world, expected = connect(per_host, device), dist.get_world_size(), []
     for codec, route, dtype in cases:
         interpreted = Interpreted(codec, route, channel.topology, dtype)
@@ -116,6 +119,8 @@ def exchanged(
                         raise error
                 memory.commit()
                 found = [x.cpu() for x in kept]
+                for stream in fake_gpu.made:
+                    assert not stream.holds(), "what a chunk brought or kept is let go with it"
                 if not all(map(same_bits, found, means[step])):
                     which = [n for n, a, b in zip(NAMES, found, means[step]) if not same_bits(a, b)]
                     wrong.append(f"{codec} by {route}, {dtype}, {cuts}, step {step}: {which[:4]}")
@@ -202,18 +207,20 @@ def test_attach_trains_as_without_a_device() -> None:
 # --- What fails ------------------------------------------------------------------------------------------------------
 
 
-def damaged(rank: int) -> str:
-    """Rank 1 damages what it sends behind the headers, which only the device looks at."""
+def damaged(rank: int, route: str) -> str:
+    """Rank 1 damages what it sends first, behind the headers, which only the device looks at."""
     fake_gpu.install()
-    channel, route = connect(1), Route.parse(GPU_ALL_TO_ALL)
-    whole = codec_for_device(parse("gcomp:mode=lossless"), route)
+    channel, way = connect(1), Route.parse(route)
+    whole = codec_for_device(parse("gcomp:mode=lossless"), way)
     assert whole is not None
-    program = compile_route(whole.text, route, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
-    send = channel.gloo.send
+    program = compile_route(whole.text, way, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
+    send, sent = channel.gloo.send, itertools.count()
 
     def spoilt(parts: Any, into: Any, tag: int) -> Any:
-        for _, data in parts if rank == 1 else ():
-            data[100:140] ^= 0x55
+        if rank == 1 and next(sent) == 0:
+            parts = [(to, data.clone()) for to, data in parts]  # what it keeps is sound
+            for _, data in parts:
+                data[100:140] ^= 0x55
         return send(parts, into, tag)
 
     channel.gloo.send = spoilt  # type: ignore[method-assign]
@@ -224,7 +231,56 @@ def damaged(rank: int) -> str:
 
 
 @pytest.mark.timeout(1600)
-def test_a_damaged_body_names_the_rank_that_sent_it() -> None:
-    for said in run_ranks(2, damaged, deadline=1500):
+@pytest.mark.parametrize("route", [GPU_ALL_TO_ALL, "enc.gpu > a2a.flat > dec.gpu > ag.flat", on_gpu("allgather")])
+def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
+    """Whatever follows: an encode, values as they are, or nothing."""
+    first, second = run_ranks(2, damaged, route, deadline=1500)
+    others = set() if route == on_gpu("allgather") else {second}  # there rank 1 waits for nothing more
+    for said in {first} | others:
         assert "rank 1 sent a frame of gcomp:mode=lossless" in said
         assert "damaged" in said
+
+
+# --- What others do meanwhile ----------------------------------------------------------------------------------------
+
+
+def overwritten_early(rank: int) -> dict[str, bool]:
+    """Whoever gets the means may change them while the host still waits for the device: a step may be over by then."""
+    fake_gpu.install()
+    channel, route, sizes = connect(1), Route.parse(GPU_ALL_TO_ALL), [40_000, 3]
+    finite = {}
+    for codec in ("gcomp:mode=lossless", "identity", "topk:ratio=0.1"):
+        whole = codec_for_device(parse(codec), route)
+        assert whole is not None
+        program = compile_route(whole.text, route, ["x", "y"], sizes, torch.float32, channel.topology, whole.codes_sums)
+        for first, then in ((float("nan"), 0.0), (0.0, float("nan"))):
+            values = [gradient(n, rank) for n in sizes]
+            if rank == 1:
+                values[0][20_000] += first
+
+            def enqueued(values: list[torch.Tensor] = values, then: float = then) -> None:
+                for x in values:
+                    x.fill_(then)
+
+            outcomes = SimpleQueue[Outcome]()
+            message = Message(["x", "y"], torch.float32, rank, 2, memory=Memory(rank))
+            prepared = HostProgram(program, whole, 4000)
+            runner_of(channel).submit(prepared, Values(values), message, outcomes.put, enqueued=enqueued)
+            outcome = outcomes.get(timeout=120)
+            assert outcome.error is None
+            finite[f"{codec}, {first}"] = outcome.finite
+    return finite
+
+
+@pytest.mark.timeout(1600)
+def test_whether_means_are_finite_is_asked_before_ddp_goes_on() -> None:
+    for found in run_ranks(2, overwritten_early, deadline=1500):
+        assert found == {case: "nan" not in case for case in found}
+
+
+def test_what_landed_is_not_taken_for_a_later_frame_at_the_same_place() -> None:
+    stream, frame = fake_gpu.LateStream(torch.device("cpu")), torch.zeros(100, dtype=torch.uint8)
+    stream.land(frame)  # and passed on to another rank
+    stream.forget()
+    frame.fill_(7)
+    assert torch.equal(stream.there(frame), frame)

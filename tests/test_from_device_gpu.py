@@ -5,6 +5,7 @@ Run these, and bench/exchange_gpu.py with --host-runner both, before hooks/runne
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,8 @@ def test_kernels_that_are_late_change_nothing(codec: str) -> None:
 
 def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
     """By the host runner, or by collectives/."""
+    os.environ.pop("GRADZIP_ENGINE", None)  # the right one for each device
+    torch.cuda.set_device(0)
     runners.ON_HOST_RUNNER_FROM_GPU = on
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -86,7 +86,7 @@ class GCompOnDevice(GCompCoder):
         stream.keep(bodies)
         sources: Column = bodies.data_ptr() + until - bounds
         job = self._job(hop)
-        sizes = engine.encode(rows, sources, job, stream.device)
+        sizes = engine.encode(rows, sources, job, stream.device, stream.sleep)
         targets, written, first = np.zeros(len(rows), np.int64), list[int](), 0
         for of_owner, room in zip(each, out):
             some = slice(first, first + len(of_owner))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +33,14 @@ _THREADS, _MOST_GROUPS = 256, 4096
 _AS_THEY_ARE, _KEPT, _ON_GRID = "kAsTheyAre", "kKept", "kOnGrid"
 
 
-def encode(pieces: Pieces, bodies: Column, job: Job, device: torch.device) -> Column:
+def encode(
+    pieces: Pieces, bodies: Column, job: Job, device: torch.device, sleep: Callable[[], None] = lambda: None
+) -> Column:
     """Writes the body of each piece to its address; returns their sizes. Those that are `exact` go lossless.
 
-    Corrupt if a launch before it on this stream, which nobody has waited for, found a damaged body.
+    `sleep` returns when the stream is through, which may still work for others before: looking for sizes all that time
+    would take the processor from them. Corrupt if a launch before it on this stream, which nobody has waited for, found
+    a damaged body.
     """
     on, stream, space = _where(device)
     sizes, runs = np.zeros(len(pieces), np.int64), list[tuple[npt.NDArray[np.intp], int, int]]()
@@ -48,6 +52,7 @@ def encode(pieces: Pieces, bodies: Column, job: Job, device: torch.device) -> Co
             batch = Batch(device, torch.float32, floor, False, rows[some])
             row, epoch = _launch(batch, coding, used, True, len(runs), on, stream, space)
             runs.append((some, row, epoch))
+    sleep()
     flawed = False
     for some, row, epoch in reversed(runs):  # when the last one has told, all have
         words = wait.for_words(on, stream, space, row, len(some), epoch)
