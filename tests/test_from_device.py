@@ -10,6 +10,7 @@ from typing import Any
 
 import emulated
 import fake_gpu
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,14 +19,18 @@ from ranks import run_ranks
 from test_on_host import connect
 from training import same, start
 
-from gradzip.codecs import parse
+from gradzip.codecs import books, parse
 from gradzip.engines.layout import Floor
+from gradzip.errors import CodecError
 from gradzip.exchange.codecs import codec_for_device
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.gcomp_on_device import GCompOnDevice
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.parts import Table
+from gradzip.exchange.program import Hop
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -239,6 +244,44 @@ def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
     for said in {first} | others:
         assert "rank 1 sent a frame of gcomp:mode=lossless" in said
         assert "damaged" in said
+
+
+def refused(rank: int, codec: str) -> list[str]:
+    """Flips each bit of a frame that the host looks at; what was not noticed."""
+    fake_gpu.install()
+    whole = codec_for_device(parse(codec), Route.parse(GPU_ALL_TO_ALL))
+    assert whole is not None
+    lengths = torch.tensor([*range(1, 9), *[0] * 248], dtype=torch.uint8)  # the escape has 8 bits
+    book = next(b for n in range(248) if (b := books.of_lengths(lengths.roll(n))).id >> 31)  # as large as ids can be
+    sizes, values = [5000, 9000], [gradient(n, n) for n in (5000, 9000)]
+    table = Table.of(["x", "y"], sizes, [1])
+    found = []
+    with fake_gpu.LateStream(torch.device("cpu")) as stream:
+        coder = whole.coder(Message(["x", "y"], torch.float32, book=book))
+        assert isinstance(coder, GCompOnDevice)
+        coder.measure(Values(values))
+        room = torch.zeros(whole.bound(table, 0, torch.float32), dtype=torch.uint8)
+        (size,) = coder.encode(table, [0], Values(values), Hop(0, 1, True, False), [room])
+        stream.wait()
+        frame, numels = room[:size], np.array(sizes)
+        first = 16 + int(frame[:8].view(torch.int64)) + -int(frame[:8].view(torch.int64)) % 8
+        assert coder._bodies(frame, numels).sizes.tolist() == (frame[:16].view(torch.int64) - 24).tolist()
+        for at in (*range(16 + 32), *range(first, first + 32)):
+            for bit in range(8):
+                bad = frame.clone()
+                bad[at] ^= 1 << bit
+                try:
+                    coder._bodies(bad, numels)
+                    found.append(f"bit {bit} of byte {at}")
+                except CodecError:
+                    pass
+    return found
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("codec", ["gcomp:mode=lossless", "gcomp:mode=lossless,book=shared"])
+def test_the_host_notices_every_bit_that_is_wrong_in_a_header(codec: str) -> None:
+    assert run_ranks(1, refused, codec, deadline=1500) == [[]]
 
 
 # --- What others do meanwhile ----------------------------------------------------------------------------------------

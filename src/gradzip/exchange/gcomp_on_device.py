@@ -11,6 +11,7 @@ mode) goes part by part, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -194,22 +195,21 @@ class GCompOnDevice(GCompCoder):
         if (sizes < _SEEN).any() or (sizes > len(data)).any():
             raise Corrupt("a frame has a size that it cannot have")
         padded = sizes + -sizes % ENTRY
-        starts = ENTRY * count + padded.cumsum() - padded
-        if int(starts[-1] + padded[-1]) != len(data):
-            raise Corrupt(f"the table of a frame of {len(data)} bytes says {int(starts[-1] + padded[-1])}")
-        seen = data[starts[:, None] + np.arange(_SEEN)]
-        bodies = sizes - wire.HEADER_BYTES
-        if (seen[:, : wire.HEADER_BYTES] != wire.pack_headers(self.codec.wire_id, torch.float32, numels, bodies)).any():
+        until = ENTRY * count + padded.cumsum()
+        starts = until - padded
+        if int(until[-1]) != len(data):
+            raise Corrupt(f"the table of a frame of {len(data)} bytes says {int(until[-1])}")
+        bodies, book = sizes - wire.HEADER_BYTES, self._job(_ANY).book
+        first, numel, body_bytes, head = data[starts[:, None] + np.arange(_SEEN)].view("<i8").T
+        if (first != _first_word(self.codec.wire_id)).any() or (numel != numels).any() or (body_bytes != bodies).any():
             raise Corrupt("a frame of something else")
-        heads, book = seen[:, wire.HEADER_BYTES :], self._job(_ANY).book
-        coding, books = heads[:, 0], np.ascontiguousarray(heads[:, 4:]).view("<u4")[:, 0]
-        allowed = (FIXED, NEAR) if self.codec.mode == "near" else (FIXED,)
-        if not np.isin(coding, allowed).all() or (books != book).any() or (heads[:, 1] != bool(book)).any():
+        coding = head ^ int.from_bytes(bytes([0, bool(book), 0, 0]) + book.to_bytes(4, "little"), "little", signed=True)
+        near = coding == NEAR
+        if (coding[~near] != FIXED).any() or (near.any() and self.codec.mode != "near"):
             raise Corrupt("a frame of another mode or code book")
-        least = np.array([blocks_offset(n, book) for n in numels.tolist()])
-        if (bodies < least).any() or (bodies % 4).any():
+        if (bodies < blocks_offset(numels, book)).any() or (bodies % 4).any():
             raise Truncated("a body ends inside its tables")
-        return _Bodies(starts + wire.HEADER_BYTES, bodies, coding == NEAR)
+        return _Bodies(starts + wire.HEADER_BYTES, bodies, near)
 
     def recode(
         self,
@@ -234,7 +234,13 @@ class _Bodies(NamedTuple):
 _ANY = Hop(0, 1, True, False)
 
 
+@cache
+def _first_word(codec_id: int) -> int:
+    """Of a header: all that comes before its numbers."""
+    return int.from_bytes(wire.pack_header(codec_id, torch.float32, 0, 0, False)[:ENTRY], "little")
+
+
 def body_bounds(numels: npt.NDArray[np.unsignedinteger]) -> Column:
     """Bytes that bodies can have at the most, in steps of 16."""
-    found = np.array([body_bound(n, torch.float32) for n in numels.tolist()], np.int64)
+    found = body_bound(numels.astype(np.int64), torch.float32)
     return found + -found % 16
