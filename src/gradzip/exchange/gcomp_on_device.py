@@ -11,7 +11,7 @@ mode) goes part by part, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from .. import wire
+from ..codecs import books
 from ..codecs.gcomp import checked_floor, is_reach
 from ..engines.cuda import pieces
-from ..engines.layout import FIXED, NEAR, blocks_offset, body_bound
+from ..engines.layout import FIXED, NEAR, SEGMENT, blocks_offset, body_bound, segments_of
 from ..engines.native import Pieces
 from ..errors import Corrupt, Truncated
 from . import streams
@@ -61,7 +62,8 @@ class GCompOnDevice(GCompCoder):
             checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
             self._floors, self._grids = checked, pieces.floor_columns(checked)
         if self.codec.book == "shared":
-            self._lengths = self._shared_lengths(max(x.numel() for x in flat)).to(flat[0].device)
+            segments = max(segments_of(x.numel()) for x in flat)
+            self._lengths = _lengths_on(flat[0].device, books.current(self._whole(0)).id, segments)
         return pieces
 
     # -- frames -------------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class GCompOnDevice(GCompCoder):
             lost = self._addresses_of_lost(table, owner, hop, rooms)
             each.append(self._pieces(engine, values, table, owner, hop, lost))
             kept.append((table.of_owner(owner), rooms))
-        rows = np.concatenate(each) if each else np.zeros(0, engine.PIECE)
+        rows = _joined(each)
         if not len(rows):
             return [0] * len(owners)
         bounds = body_bounds(rows["n"])
@@ -143,7 +145,7 @@ class GCompOnDevice(GCompCoder):
         if not filled:
             return
         owners = [owner for owner, _ in filled]
-        rows = np.concatenate([self._pieces(engine, out, table, owner, hop) for owner in owners])
+        rows = _joined([self._pieces(engine, out, table, owner, hop) for owner in owners])
         terms, job = list(zip(*(terms for _, terms in filled))), self._job(hop)
         if hop.ring:  # where its own values are those that become the sum: they are read first
             terms.sort(key=lambda term: term[0] is not None)
@@ -182,7 +184,7 @@ class GCompOnDevice(GCompCoder):
             each.append(self._pieces(engine, own, table, owner, hop, lost))
             kept.append((table.of_owner(owner), rooms))
         job = self._exact_job(hop) if hop.ring else self._job(hop)
-        engine.round_values(np.concatenate(each), job, device, to, add, self._unit(hop))
+        engine.round_values(_joined(each), job, device, to, add, self._unit(hop))
         for parts, rooms in kept:
             self._keep_sums_lost(parts, hop, rooms)
 
@@ -232,6 +234,17 @@ class _Bodies(NamedTuple):
 
 
 _ANY = Hop(0, 1, True, False)
+
+
+def _joined(each: Sequence[Pieces]) -> Pieces:
+    """The rows of all; as bytes, since NumPy compares the fields of records before it puts these together."""
+    return np.concatenate([rows.view(np.uint8) for rows in each] or [np.zeros(0, np.uint8)]).view(pieces.PIECE)
+
+
+@lru_cache(maxsize=64)  # a book serves many steps, and to bring it there waits for the stream
+def _lengths_on(device: torch.device, book: int, segments: int) -> torch.Tensor:
+    """The code lengths of a shared book, for as many segments."""
+    return books.lengths(book, segments * SEGMENT).to(device)
 
 
 @cache
