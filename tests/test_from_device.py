@@ -20,8 +20,10 @@ from test_on_host import connect
 from training import same, start
 
 from gradzip.codecs import books, parse
+from gradzip.collectives import PipelineChannel
 from gradzip.engines.layout import Floor
 from gradzip.errors import CodecError
+from gradzip.exchange import streams
 from gradzip.exchange.codecs import codec_for_device
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
@@ -114,7 +116,7 @@ def exchanged(
             for step in range(STEPS):
                 torch._foreach_copy_(kept, drawn(step, rank, dtype))
                 outcomes = SimpleQueue[Outcome]()
-                ready = torch.cuda.current_stream().record_event() if device == "cuda" else None
+                ready = ready_on(device)
                 for cut, program, values in parts:
                     message = message_of(codec, cut, rank, world, step, memory, dtype=dtype, device=device)
                     runner_of(channel).submit(program, values, message, outcomes.put, ready=ready)
@@ -212,10 +214,23 @@ def test_attach_trains_as_without_a_device() -> None:
 # --- What fails ------------------------------------------------------------------------------------------------------
 
 
-def damaged(rank: int, route: str) -> str:
+def on(device: str) -> PipelineChannel:
+    """A channel for values on a GPU, or on what stands in for it."""
+    if device == "cuda":
+        del os.environ["GRADZIP_ENGINE"]  # the right one for each device
+    else:
+        fake_gpu.install()
+    return connect(1, device)
+
+
+def ready_on(device: str) -> streams.Mark:
+    """When all that was enqueued so far is done."""
+    return torch.cuda.current_stream().record_event() if device == "cuda" else None
+
+
+def damaged(rank: int, route: str, device: str = "cpu") -> str:
     """Rank 1 damages what it sends first, behind the headers, which only the device looks at."""
-    fake_gpu.install()
-    channel, way = connect(1), Route.parse(route)
+    channel, way = on(device), Route.parse(route)
     whole = codec_for_device(parse("gcomp:mode=lossless"), way)
     assert whole is not None
     program = compile_route(whole.text, way, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
@@ -230,20 +245,28 @@ def damaged(rank: int, route: str) -> str:
 
     channel.gloo.send = spoilt  # type: ignore[method-assign]
     outcomes = SimpleQueue[Outcome]()
-    message = Message(["x"], torch.float32, rank, 2)
-    runner_of(channel).submit(HostProgram(program, whole), Values([gradient(40_000, rank)]), message, outcomes.put)
+    message, values = Message(["x"], torch.float32, rank, 2), Values([gradient(40_000, rank).to(device)])
+    prepared = HostProgram(program, whole)
+    runner_of(channel).submit(prepared, values, message, outcomes.put, ready=ready_on(device))
     return str(outcomes.get(timeout=120).error)
 
 
-@pytest.mark.timeout(1600)
-@pytest.mark.parametrize("route", [GPU_ALL_TO_ALL, "enc.gpu > a2a.flat > dec.gpu > ag.flat", on_gpu("allgather")])
-def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
-    """Whatever follows: an encode, values as they are, or nothing."""
-    first, second = run_ranks(2, damaged, route, deadline=1500)
+DECODED = [GPU_ALL_TO_ALL, "enc.gpu > a2a.flat > dec.gpu > ag.flat", on_gpu("allgather")]
+
+
+def check_damaged(route: str, device: str) -> None:
+    first, second = run_ranks(2, damaged, route, device, deadline=1500)
     others = set() if route == on_gpu("allgather") else {second}  # there rank 1 waits for nothing more
     for said in {first} | others:
         assert "rank 1 sent a frame of gcomp:mode=lossless" in said
         assert "damaged" in said
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("route", DECODED)
+def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
+    """Whatever follows: an encode, values as they are, or nothing."""
+    check_damaged(route, "cpu")
 
 
 def refused(rank: int, codec: str) -> list[str]:
@@ -287,17 +310,16 @@ def test_the_host_notices_every_bit_that_is_wrong_in_a_header(codec: str) -> Non
 # --- What others do meanwhile ----------------------------------------------------------------------------------------
 
 
-def overwritten_early(rank: int) -> dict[str, bool]:
+def overwritten_early(rank: int, device: str = "cpu") -> dict[str, bool]:
     """Whoever gets the means may change them while the host still waits for the device: a step may be over by then."""
-    fake_gpu.install()
-    channel, route, sizes = connect(1), Route.parse(GPU_ALL_TO_ALL), [40_000, 3]
+    channel, route, sizes = on(device), Route.parse(GPU_ALL_TO_ALL), [40_000, 3]
     finite = {}
     for codec in ("gcomp:mode=lossless", "identity", "topk:ratio=0.1"):
         whole = codec_for_device(parse(codec), route)
         assert whole is not None
         program = compile_route(whole.text, route, ["x", "y"], sizes, torch.float32, channel.topology, whole.codes_sums)
         for first, then in ((float("nan"), 0.0), (0.0, float("nan"))):
-            values = [gradient(n, rank) for n in sizes]
+            values = [gradient(n, rank).to(device) for n in sizes]
             if rank == 1:
                 values[0][20_000] += first
 
@@ -307,18 +329,22 @@ def overwritten_early(rank: int) -> dict[str, bool]:
 
             outcomes = SimpleQueue[Outcome]()
             message = Message(["x", "y"], torch.float32, rank, 2, memory=Memory(rank))
-            prepared = HostProgram(program, whole, 4000)
-            runner_of(channel).submit(prepared, Values(values), message, outcomes.put, enqueued=enqueued)
+            args = HostProgram(program, whole, 4000), Values(values), message, outcomes.put
+            runner_of(channel).submit(*args, ready=ready_on(device), enqueued=enqueued)
             outcome = outcomes.get(timeout=120)
             assert outcome.error is None
             finite[f"{codec}, {first}"] = outcome.finite
     return finite
 
 
+def check_finite(device: str) -> None:
+    for found in run_ranks(2, overwritten_early, device, deadline=1500):
+        assert found == {case: "nan" not in case for case in found}
+
+
 @pytest.mark.timeout(1600)
 def test_whether_means_are_finite_is_asked_before_ddp_goes_on() -> None:
-    for found in run_ranks(2, overwritten_early, deadline=1500):
-        assert found == {case: "nan" not in case for case in found}
+    check_finite("cpu")
 
 
 def test_what_landed_is_not_taken_for_a_later_frame_at_the_same_place() -> None:
