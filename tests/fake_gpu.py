@@ -19,6 +19,7 @@ from gradzip.exchange.buffers import Buffers
 _SPOILT = 0xA5
 _copy = pieces.copy
 overwritten: list[str] = []  # what was read too late on a real device
+made: list[LateStream] = []
 
 
 class LateStream(streams.DeviceStream):
@@ -26,6 +27,11 @@ class LateStream(streams.DeviceStream):
         super().__init__(device)
         self._late: list[Any] = []
         self._reads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        made.append(self)
+
+    def holds(self) -> int:
+        """How many tensors of chunks."""
+        return len(self._landed) + len(self._kept)
 
     def send_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.fill_(_SPOILT)

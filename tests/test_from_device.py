@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import emulated
 import fake_gpu
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +19,20 @@ from ranks import run_ranks
 from test_on_host import connect
 from training import same, start
 
-from gradzip.codecs import parse
+from gradzip.codecs import books, parse
+from gradzip.collectives import PipelineChannel
 from gradzip.engines.layout import Floor
+from gradzip.errors import CodecError
+from gradzip.exchange import streams
 from gradzip.exchange.codecs import codec_for_device
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.gcomp_on_device import GCompOnDevice
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.parts import Table
+from gradzip.exchange.program import Hop
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
@@ -85,6 +93,8 @@ def exchanged(
     rank: int, cases: Sequence[tuple[str, str, torch.dtype]], per_host: int, chunk: int, device: str = "cpu"
 ) -> dict[str, Any]:
     """What differs from the interpreter, which goes first: it has the engines of the CPU."""
+    if device == "cuda":
+        del os.environ["GRADZIP_ENGINE"]  # the right one for each device
     channel, world, expected = connect(per_host, device), dist.get_world_size(), []
     for codec, route, dtype in cases:
         interpreted = Interpreted(codec, route, channel.topology, dtype)
@@ -106,7 +116,7 @@ def exchanged(
             for step in range(STEPS):
                 torch._foreach_copy_(kept, drawn(step, rank, dtype))
                 outcomes = SimpleQueue[Outcome]()
-                ready = torch.cuda.current_stream().record_event() if device == "cuda" else None
+                ready = ready_on(device)
                 for cut, program, values in parts:
                     message = message_of(codec, cut, rank, world, step, memory, dtype=dtype, device=device)
                     runner_of(channel).submit(program, values, message, outcomes.put, ready=ready)
@@ -116,6 +126,8 @@ def exchanged(
                         raise error
                 memory.commit()
                 found = [x.cpu() for x in kept]
+                for stream in fake_gpu.made:
+                    assert not stream.holds(), "what a chunk brought or kept is let go with it"
                 if not all(map(same_bits, found, means[step])):
                     which = [n for n, a, b in zip(NAMES, found, means[step]) if not same_bits(a, b)]
                     wrong.append(f"{codec} by {route}, {dtype}, {cuts}, step {step}: {which[:4]}")
@@ -202,29 +214,142 @@ def test_attach_trains_as_without_a_device() -> None:
 # --- What fails ------------------------------------------------------------------------------------------------------
 
 
-def damaged(rank: int) -> str:
-    """Rank 1 damages what it sends behind the headers, which only the device looks at."""
-    fake_gpu.install()
-    channel, route = connect(1), Route.parse(GPU_ALL_TO_ALL)
-    whole = codec_for_device(parse("gcomp:mode=lossless"), route)
+def on(device: str) -> PipelineChannel:
+    """A channel for values on a GPU, or on what stands in for it."""
+    if device == "cuda":
+        del os.environ["GRADZIP_ENGINE"]  # the right one for each device
+    else:
+        fake_gpu.install()
+    return connect(1, device)
+
+
+def ready_on(device: str) -> streams.Mark:
+    """When all that was enqueued so far is done."""
+    return torch.cuda.current_stream().record_event() if device == "cuda" else None
+
+
+def damaged(rank: int, route: str, device: str = "cpu") -> str:
+    """Rank 1 damages what it sends first, behind the headers, which only the device looks at."""
+    channel, way = on(device), Route.parse(route)
+    whole = codec_for_device(parse("gcomp:mode=lossless"), way)
     assert whole is not None
-    program = compile_route(whole.text, route, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
-    send = channel.gloo.send
+    program = compile_route(whole.text, way, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
+    send, sent = channel.gloo.send, itertools.count()
 
     def spoilt(parts: Any, into: Any, tag: int) -> Any:
-        for _, data in parts if rank == 1 else ():
-            data[100:140] ^= 0x55
+        if rank == 1 and next(sent) == 0:
+            parts = [(to, data.clone()) for to, data in parts]  # what it keeps is sound
+            for _, data in parts:
+                data[100:140] ^= 0x55
         return send(parts, into, tag)
 
     channel.gloo.send = spoilt  # type: ignore[method-assign]
     outcomes = SimpleQueue[Outcome]()
-    message = Message(["x"], torch.float32, rank, 2)
-    runner_of(channel).submit(HostProgram(program, whole), Values([gradient(40_000, rank)]), message, outcomes.put)
+    message, values = Message(["x"], torch.float32, rank, 2), Values([gradient(40_000, rank).to(device)])
+    prepared = HostProgram(program, whole)
+    runner_of(channel).submit(prepared, values, message, outcomes.put, ready=ready_on(device))
     return str(outcomes.get(timeout=120).error)
 
 
-@pytest.mark.timeout(1600)
-def test_a_damaged_body_names_the_rank_that_sent_it() -> None:
-    for said in run_ranks(2, damaged, deadline=1500):
+DECODED = [GPU_ALL_TO_ALL, "enc.gpu > a2a.flat > dec.gpu > ag.flat", on_gpu("allgather")]
+
+
+def check_damaged(route: str, device: str) -> None:
+    first, second = run_ranks(2, damaged, route, device, deadline=1500)
+    others = set() if route == on_gpu("allgather") else {second}  # there rank 1 waits for nothing more
+    for said in {first} | others:
         assert "rank 1 sent a frame of gcomp:mode=lossless" in said
         assert "damaged" in said
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("route", DECODED)
+def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
+    """Whatever follows: an encode, values as they are, or nothing."""
+    check_damaged(route, "cpu")
+
+
+def refused(rank: int, codec: str) -> list[str]:
+    """Flips each bit of a frame that the host looks at; what was not noticed."""
+    fake_gpu.install()
+    whole = codec_for_device(parse(codec), Route.parse(GPU_ALL_TO_ALL))
+    assert whole is not None
+    lengths = torch.tensor([*range(1, 9), *[0] * 248], dtype=torch.uint8)  # the escape has 8 bits
+    book = next(b for n in range(248) if (b := books.of_lengths(lengths.roll(n))).id >> 31)  # as large as ids can be
+    sizes, values = [5000, 9000], [gradient(n, n) for n in (5000, 9000)]
+    table = Table.of(["x", "y"], sizes, [1])
+    found = []
+    with fake_gpu.LateStream(torch.device("cpu")) as stream:
+        coder = whole.coder(Message(["x", "y"], torch.float32, book=book))
+        assert isinstance(coder, GCompOnDevice)
+        coder.measure(Values(values))
+        room = torch.zeros(whole.bound(table, 0, torch.float32), dtype=torch.uint8)
+        (size,) = coder.encode(table, [0], Values(values), Hop(0, 1, True, False), [room])
+        stream.wait()
+        frame, numels = room[:size], np.array(sizes)
+        first = 16 + int(frame[:8].view(torch.int64)) + -int(frame[:8].view(torch.int64)) % 8
+        assert coder._bodies(frame, numels).sizes.tolist() == (frame[:16].view(torch.int64) - 24).tolist()
+        for at in (*range(16 + 32), *range(first, first + 32)):
+            for bit in range(8):
+                bad = frame.clone()
+                bad[at] ^= 1 << bit
+                try:
+                    coder._bodies(bad, numels)
+                    found.append(f"bit {bit} of byte {at}")
+                except CodecError:
+                    pass
+    return found
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("codec", ["gcomp:mode=lossless", "gcomp:mode=lossless,book=shared"])
+def test_the_host_notices_every_bit_that_is_wrong_in_a_header(codec: str) -> None:
+    assert run_ranks(1, refused, codec, deadline=1500) == [[]]
+
+
+# --- What others do meanwhile ----------------------------------------------------------------------------------------
+
+
+def overwritten_early(rank: int, device: str = "cpu") -> dict[str, bool]:
+    """Whoever gets the means may change them while the host still waits for the device: a step may be over by then."""
+    channel, route, sizes = on(device), Route.parse(GPU_ALL_TO_ALL), [40_000, 3]
+    finite = {}
+    for codec in ("gcomp:mode=lossless", "identity", "topk:ratio=0.1"):
+        whole = codec_for_device(parse(codec), route)
+        assert whole is not None
+        program = compile_route(whole.text, route, ["x", "y"], sizes, torch.float32, channel.topology, whole.codes_sums)
+        for first, then in ((float("nan"), 0.0), (0.0, float("nan"))):
+            values = [gradient(n, rank).to(device) for n in sizes]
+            if rank == 1:
+                values[0][20_000] += first
+
+            def enqueued(values: list[torch.Tensor] = values, then: float = then) -> None:
+                for x in values:
+                    x.fill_(then)
+
+            outcomes = SimpleQueue[Outcome]()
+            message = Message(["x", "y"], torch.float32, rank, 2, memory=Memory(rank))
+            args = HostProgram(program, whole, 4000), Values(values), message, outcomes.put
+            runner_of(channel).submit(*args, ready=ready_on(device), enqueued=enqueued)
+            outcome = outcomes.get(timeout=120)
+            assert outcome.error is None
+            finite[f"{codec}, {first}"] = outcome.finite
+    return finite
+
+
+def check_finite(device: str) -> None:
+    for found in run_ranks(2, overwritten_early, device, deadline=1500):
+        assert found == {case: "nan" not in case for case in found}
+
+
+@pytest.mark.timeout(1600)
+def test_whether_means_are_finite_is_asked_before_ddp_goes_on() -> None:
+    check_finite("cpu")
+
+
+def test_what_landed_is_not_taken_for_a_later_frame_at_the_same_place() -> None:
+    stream, frame = fake_gpu.LateStream(torch.device("cpu")), torch.zeros(100, dtype=torch.uint8)
+    stream.land(frame)  # and passed on to another rank
+    stream.forget()
+    frame.fill_(7)
+    assert torch.equal(stream.there(frame), frame)

@@ -5,6 +5,9 @@ Run these, and bench/exchange_gpu.py with --host-runner both, before hooks/runne
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +15,13 @@ import pytest
 import test_from_device
 import torch
 from ranks import TIMEOUT, run_ranks
-from test_from_device import GCOMP, GENERIC, GPU_ALL_TO_ALL, exchanged, on_gpu
+from test_from_device import DECODED, GCOMP, GENERIC, GPU_ALL_TO_ALL, check_damaged, check_finite, exchanged, on_gpu
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import same
 
 import gradzip
+from gradzip.backward import Backward
 from gradzip.exchange import streams
 from gradzip.hooks import runners
 from gradzip.routes import NAMED
@@ -54,7 +58,7 @@ def test_routes_that_code_on_the_cpu_have_them_too() -> None:
     check(3, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
 
 
-def delayed(rank: int, cases: Any) -> dict[str, Any]:
+def delayed(rank: int, cases: Any, per_host: int = 1) -> dict[str, Any]:
     """Every stream is late: memory that is used again too early shows."""
     after = streams.DeviceStream.after
 
@@ -64,7 +68,7 @@ def delayed(rank: int, cases: Any) -> dict[str, Any]:
 
     streams.DeviceStream.after = late  # type: ignore[method-assign]
     test_from_device.STEPS = 6
-    return exchanged(rank, cases, 1, 2000, "cuda")
+    return exchanged(rank, cases, per_host, 2000, "cuda")
 
 
 @pytest.mark.parametrize("codec", ["gcomp:keep=7", "gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1", "sign"])
@@ -73,11 +77,29 @@ def test_kernels_that_are_late_change_nothing(codec: str) -> None:
         assert found["wrong"] == []
 
 
+def test_kernels_that_are_late_change_nothing_by_routes_of_many_stages() -> None:
+    """There values of one stream are read by another, and frames are passed on."""
+    cases = [("gcomp:keep=3", on_gpu(name), torch.float32) for name in ("hierarchical", "ring")]
+    for found in run_ranks(4, delayed, cases, 2, deadline=800):
+        assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("route", DECODED)
+def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
+    check_damaged(route, "cuda")
+
+
+def test_whether_means_are_finite_is_asked_before_ddp_goes_on() -> None:
+    check_finite("cuda")
+
+
 # --- By attach -------------------------------------------------------------------------------------------------------
 
 
 def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
     """By the host runner, or by collectives/."""
+    os.environ.pop("GRADZIP_ENGINE", None)  # the right one for each device
+    torch.cuda.set_device(0)
     runners.ON_HOST_RUNNER_FROM_GPU = on
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -107,3 +129,54 @@ def test_attach_trains_as_by_collectives_with_identical_replicas(policy: str, ba
         assert same(found["parameters"], new[0]["parameters"])
     assert today[0]["runner"] == ""
     assert new[0]["losses"] == pytest.approx(today[0]["losses"], rel=2e-2)
+
+
+def poisoned(rank: int) -> dict[str, Any]:
+    """Gradients are set to zero in DDP's buckets as soon as backward returns, while the host runner still waits."""
+    os.environ.pop("GRADZIP_ENGINE", None)
+    torch.cuda.set_device(0)
+    runners.ON_HOST_RUNNER_FROM_GPU = True
+    wait, early = streams.DeviceStream.wait, []
+
+    def late(self: streams.DeviceStream) -> None:
+        wait(self)
+        time.sleep(0.02)
+
+    follow = Backward._means_follow
+
+    def noted(self: Backward) -> None:
+        follow(self)
+        early.append(self.gave_early)
+
+    streams.DeviceStream.wait, Backward._means_follow = late, noted  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)).cuda()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = gradzip.attach(model, optimizer, "gcomp:keep=3", timeout=TIMEOUT)
+    kept, finite = [], []
+    for number in range(8):
+        draw = torch.Generator().manual_seed(100 * number + rank)
+        loss = model(torch.randn(32, 128, generator=draw).cuda()).square().mean()
+        (loss * float("nan") if number == 5 and rank == 1 else loss).backward()
+        sums = torch.stack([p.grad.sum() for p in model.parameters() if p.grad is not None])
+        optimizer.zero_grad(set_to_none=False)
+        finite.append(bool(sums.isfinite().all()))
+        state = handle.state_dict()
+        kept.append({key: value for key, value in state.items() if "residual/" in key})
+    handle.detach()
+    return {
+        "finite": finite,
+        "early": any(early),
+        "changed": [
+            any(not torch.equal(before[key], after[key]) for key in before)
+            for before, after in itertools.pairwise(kept)
+        ],
+    }
+
+
+def test_a_step_that_is_not_finite_leaves_no_residuals_whatever_ddp_does_meanwhile() -> None:
+    for found in run_ranks(2, poisoned, deadline=400, backend="nccl"):
+        assert found["early"]
+        assert found["finite"] == [number != 5 for number in range(8)]
+        assert found["changed"] == [number != 5 for number in range(1, 8)]

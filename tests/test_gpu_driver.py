@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import locale
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,3 +88,14 @@ def test_a_launch_that_fails_is_named(library: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(library, "answer").value = 700
     with pytest.raises(EngineError, match="launching kernel failed: CUDA_ERROR_OF_A_TEST"):
         launch()
+
+
+def test_kernels_are_read_in_any_locale() -> None:
+    """NVRTC of CUDA 12 leaves a thread in the locale "C" once it has compiled one."""
+    expected, before = driver.source("encode_lanes"), locale.setlocale(locale.LC_CTYPE)
+    assert not expected.isascii()
+    try:
+        locale.setlocale(locale.LC_CTYPE, "C")
+        assert driver.source("encode_lanes") == expected
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import Unsupported
@@ -24,6 +27,8 @@ MOST_SHIFT = 127  # of floors, for sums; more than any number of ranks needs
 RAW, DENSE, SPARSE = 0, 1, 2
 
 FIXED, NEAR, PAPER = 0, 1, 2
+Count = TypeVar("Count", int, npt.NDArray[np.int64])  # of values: of one tensor, or of many
+
 CODINGS = {"lossless": FIXED, "keep": FIXED, "near": NEAR, "paper": PAPER}
 
 
@@ -103,25 +108,25 @@ class Floor:
         return f.to(torch.int8)
 
 
-def blocks_of(numel: int) -> int:
+def blocks_of(numel: Count) -> Count:
     return -(-numel // BLOCK)
 
 
-def segments_of(numel: int) -> int:
+def segments_of(numel: Count) -> Count:
     return -(-numel // SEGMENT)
 
 
-def index_offset(numel: int, book: int) -> int:
+def index_offset(numel: Count, book: int) -> Count:
     """Where the block index starts in the body."""
-    return BODY_HEAD_BYTES + (0 if book else TABLE_BYTES * segments_of(numel))
+    return (0 if book else TABLE_BYTES) * segments_of(numel) + BODY_HEAD_BYTES
 
 
-def blocks_offset(numel: int, book: int) -> int:
+def blocks_offset(numel: Count, book: int) -> Count:
     """Where the first block starts in the body."""
     return index_offset(numel, book) + (2 * blocks_of(numel) + 3) // 4 * 4
 
 
-def body_bound(numel: int, dtype: torch.dtype, book: int = 0) -> int:
+def body_bound(numel: Count, dtype: torch.dtype, book: int = 0) -> Count:
     """No body is longer: every block raw."""
     item = float_layout(dtype).item_bytes
     return blocks_offset(numel, book) + (numel * item + 3) // 4 * 4

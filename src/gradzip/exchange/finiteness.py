@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,3 +18,13 @@ def all_finite(xs: Sequence[torch.Tensor]) -> bool:
     sums = [x.sum(dtype=dtype) for x in xs] if on_cpu else list(torch._foreach_norm(xs, 1, dtype))
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return math.isfinite(total) or all(bool(x.isfinite().all()) for x in xs)
+
+
+def finiteness(xs: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """The same, asked on the current stream now; what is returned waits for the answer.
+
+    Somebody else may write to the tensors in between. In float64 no sum of finite numbers is infinite.
+    """
+    xs = [x for x in xs if x.numel()]
+    total = torch.stack(torch._foreach_norm(xs, 1, torch.float64)).sum() if xs else None
+    return lambda: total is None or math.isfinite(total)

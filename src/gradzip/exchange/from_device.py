@@ -16,6 +16,7 @@ from ..errors import CodecError
 from . import on_host, streams
 from .channel import Channel
 from .coding import Message, Values
+from .finiteness import finiteness
 from .flattening import unflatten
 from .gloo import Pending
 from .outcome import Outcome
@@ -35,7 +36,7 @@ class DeviceRun(on_host.Run):
     ) -> None:
         super().__init__(channel, sent, chunk, number)
         self._before = ready  # what has to be done before this chunk goes on
-        self._last: Decode | None = None
+        self._decoded: Decode | None = None  # in this stage
 
     def stream(self) -> streams.Stream:
         return streams.own(self._channel.device)
@@ -44,6 +45,7 @@ class DeviceRun(on_host.Run):
         stream = streams.current()
         stream.after(self._before)
         over = super().go_on()
+        stream.forget()  # what came and was only passed on: its address may be another frame's next time
         self._before = stream.mark()
         return over
 
@@ -58,12 +60,13 @@ class DeviceRun(on_host.Run):
 
     def _communicate(self, step: Communicate) -> None:
         streams.current().wait()  # frames are in the host's memory then
+        self._check_decoded()
         super()._communicate(step)
 
     def _do(self, step: Step) -> None:
         super()._do(step)
         if isinstance(step, Decode):
-            self._last = step
+            self._decoded = step
 
     def _recode(self, step: Recode) -> None:
         try:
@@ -77,16 +80,22 @@ class DeviceRun(on_host.Run):
         with self.sent.lock:
             is_last = self.sent.left == 1
         if is_last:
+            self.sent.finite = finiteness(self.sent.values.tensors)  # before somebody writes to them
             self.sent.enqueued()
         streams.current().wait()
+        self._check_decoded()
+
+    def _check_decoded(self) -> None:
+        """Raises what was wrong with frames that this stage has decoded, and nobody has encoded since."""
+        step, self._decoded = self._decoded, None
+        if step is None:
+            return
+        coder = self._coder(self._buffer(step.source))
         try:
-            if self.sent.coder is not None:
-                self.sent.coder.check()
+            coder.check()
         except CodecError as error:
-            if self._last is None:
-                raise
-            table = self._program.table(self._rank, self._buffer(self._last.source))
-            raise self._blamed(self._last, table, self._owners(self._last), error) from error
+            table = self._program.table(self._rank, self._buffer(step.source))
+            raise self._blamed(step, table, self._owners(step), error) from error
 
 
 class Offloaded:

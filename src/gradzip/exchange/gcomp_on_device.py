@@ -11,6 +11,7 @@ mode) goes part by part, as there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from .. import wire
+from ..codecs import books
 from ..codecs.gcomp import checked_floor, is_reach
 from ..engines.cuda import pieces
-from ..engines.layout import FIXED, NEAR, blocks_offset, body_bound
+from ..engines.layout import FIXED, NEAR, SEGMENT, blocks_offset, body_bound, segments_of
 from ..engines.native import Pieces
 from ..errors import Corrupt, Truncated
 from . import streams
@@ -60,7 +62,8 @@ class GCompOnDevice(GCompCoder):
             checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
             self._floors, self._grids = checked, pieces.floor_columns(checked)
         if self.codec.book == "shared":
-            self._lengths = self._shared_lengths(max(x.numel() for x in flat)).to(flat[0].device)
+            segments = max(segments_of(x.numel()) for x in flat)
+            self._lengths = _lengths_on(flat[0].device, books.current(self._whole(0)).id, segments)
         return pieces
 
     # -- frames -------------------------------------------------------------------------------------------------
@@ -77,7 +80,7 @@ class GCompOnDevice(GCompCoder):
             lost = self._addresses_of_lost(table, owner, hop, rooms)
             each.append(self._pieces(engine, values, table, owner, hop, lost))
             kept.append((table.of_owner(owner), rooms))
-        rows = np.concatenate(each) if each else np.zeros(0, engine.PIECE)
+        rows = _joined(each)
         if not len(rows):
             return [0] * len(owners)
         bounds = body_bounds(rows["n"])
@@ -86,7 +89,7 @@ class GCompOnDevice(GCompCoder):
         stream.keep(bodies)
         sources: Column = bodies.data_ptr() + until - bounds
         job = self._job(hop)
-        sizes = engine.encode(rows, sources, job, stream.device)
+        sizes = engine.encode(rows, sources, job, stream.device, stream.sleep)
         targets, written, first = np.zeros(len(rows), np.int64), list[int](), 0
         for of_owner, room in zip(each, out):
             some = slice(first, first + len(of_owner))
@@ -142,7 +145,7 @@ class GCompOnDevice(GCompCoder):
         if not filled:
             return
         owners = [owner for owner, _ in filled]
-        rows = np.concatenate([self._pieces(engine, out, table, owner, hop) for owner in owners])
+        rows = _joined([self._pieces(engine, out, table, owner, hop) for owner in owners])
         terms, job = list(zip(*(terms for _, terms in filled))), self._job(hop)
         if hop.ring:  # where its own values are those that become the sum: they are read first
             terms.sort(key=lambda term: term[0] is not None)
@@ -181,7 +184,7 @@ class GCompOnDevice(GCompCoder):
             each.append(self._pieces(engine, own, table, owner, hop, lost))
             kept.append((table.of_owner(owner), rooms))
         job = self._exact_job(hop) if hop.ring else self._job(hop)
-        engine.round_values(np.concatenate(each), job, device, to, add, self._unit(hop))
+        engine.round_values(_joined(each), job, device, to, add, self._unit(hop))
         for parts, rooms in kept:
             self._keep_sums_lost(parts, hop, rooms)
 
@@ -194,22 +197,21 @@ class GCompOnDevice(GCompCoder):
         if (sizes < _SEEN).any() or (sizes > len(data)).any():
             raise Corrupt("a frame has a size that it cannot have")
         padded = sizes + -sizes % ENTRY
-        starts = ENTRY * count + padded.cumsum() - padded
-        if int(starts[-1] + padded[-1]) != len(data):
-            raise Corrupt(f"the table of a frame of {len(data)} bytes says {int(starts[-1] + padded[-1])}")
-        seen = data[starts[:, None] + np.arange(_SEEN)]
-        bodies = sizes - wire.HEADER_BYTES
-        if (seen[:, : wire.HEADER_BYTES] != wire.pack_headers(self.codec.wire_id, torch.float32, numels, bodies)).any():
+        until = ENTRY * count + padded.cumsum()
+        starts = until - padded
+        if int(until[-1]) != len(data):
+            raise Corrupt(f"the table of a frame of {len(data)} bytes says {int(until[-1])}")
+        bodies, book = sizes - wire.HEADER_BYTES, self._job(_ANY).book
+        first, numel, body_bytes, head = data[starts[:, None] + np.arange(_SEEN)].view("<i8").T
+        if (first != _first_word(self.codec.wire_id)).any() or (numel != numels).any() or (body_bytes != bodies).any():
             raise Corrupt("a frame of something else")
-        heads, book = seen[:, wire.HEADER_BYTES :], self._job(_ANY).book
-        coding, books = heads[:, 0], np.ascontiguousarray(heads[:, 4:]).view("<u4")[:, 0]
-        allowed = (FIXED, NEAR) if self.codec.mode == "near" else (FIXED,)
-        if not np.isin(coding, allowed).all() or (books != book).any() or (heads[:, 1] != bool(book)).any():
+        coding = head ^ int.from_bytes(bytes([0, bool(book), 0, 0]) + book.to_bytes(4, "little"), "little", signed=True)
+        near = coding == NEAR
+        if (coding[~near] != FIXED).any() or (near.any() and self.codec.mode != "near"):
             raise Corrupt("a frame of another mode or code book")
-        least = np.array([blocks_offset(n, book) for n in numels.tolist()])
-        if (bodies < least).any() or (bodies % 4).any():
+        if (bodies < blocks_offset(numels, book)).any() or (bodies % 4).any():
             raise Truncated("a body ends inside its tables")
-        return _Bodies(starts + wire.HEADER_BYTES, bodies, coding == NEAR)
+        return _Bodies(starts + wire.HEADER_BYTES, bodies, near)
 
     def recode(
         self,
@@ -234,7 +236,24 @@ class _Bodies(NamedTuple):
 _ANY = Hop(0, 1, True, False)
 
 
+def _joined(each: Sequence[Pieces]) -> Pieces:
+    """The rows of all; as bytes, since NumPy compares the fields of records before it puts these together."""
+    return np.concatenate([rows.view(np.uint8) for rows in each] or [np.zeros(0, np.uint8)]).view(pieces.PIECE)
+
+
+@lru_cache(maxsize=64)  # a book serves many steps, and to bring it there waits for the stream
+def _lengths_on(device: torch.device, book: int, segments: int) -> torch.Tensor:
+    """The code lengths of a shared book, for as many segments."""
+    return books.lengths(book, segments * SEGMENT).to(device)
+
+
+@cache
+def _first_word(codec_id: int) -> int:
+    """Of a header: all that comes before its numbers."""
+    return int.from_bytes(wire.pack_header(codec_id, torch.float32, 0, 0, False)[:ENTRY], "little")
+
+
 def body_bounds(numels: npt.NDArray[np.unsignedinteger]) -> Column:
     """Bytes that bodies can have at the most, in steps of 16."""
-    found = np.array([body_bound(n, torch.float32) for n in numels.tolist()], np.int64)
+    found = body_bound(numels.astype(np.int64), torch.float32)
     return found + -found % 16

@@ -96,6 +96,7 @@ class GenericCoder(Coder):
 
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
         stream, count = streams.current(), len(table.of_owner(owner))
+        stream.sleep()  # codecs ask the device for numbers: the values are there then
         there = stream.room(room)
         writer = FrameWriter(there, count)
         for part, x in zip(table.of_owner(owner), values.parts(table, owner)):

@@ -183,6 +183,7 @@ class SentMessage(Sent):
     begin: Callable[[], None] = _nothing  # called before the first encode, where it may wait
     enqueued: Callable[[], None] = _nothing  # called when the means are on the current stream, maybe still to be done
     coder: Coder | None = None
+    finite: Callable[[], bool] | None = None  # whether the means are, where that has been asked before `enqueued`
 
     def report(self) -> None:
         outcome = self.outcome
@@ -190,8 +191,10 @@ class SentMessage(Sent):
         assert self.coder is not None
         self.coder.finish()
         noisy = self.coder.noisy(self.values)
-        outcome.finite = all_finite(self.values.tensors) if noisy is None else math.isfinite(noisy.squares)
-        if noisy is not None:
+        if noisy is None:
+            outcome.finite = all_finite(self.values.tensors) if self.finite is None else self.finite()
+        else:
+            outcome.finite = math.isfinite(noisy.squares)
             outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
             outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
 
@@ -307,21 +310,22 @@ class HostRunner:
             while (run := self._queues[number].get()) is not None:
                 if number == 0:
                     self._free.acquire()  # ranks take chunks in the same order: one of those in flight will end
-                with run.stream():
-                    try:
+                try:
+                    with run.stream():
                         over = run.go_on()
                         while not over and number == THREADS - 1:
                             over = run.go_on()
-                    except BaseException as error:  # buffers are not handed back: data may still arrive there
-                        run.sent.end(self.channel.error or self.channel.explained(error))
-                        self._free.release()
-                        continue
-                    if over:
-                        run.close()
-                        run.sent.end()
-                        self._free.release()
-                    else:
-                        self._queues[number + 1].put(run)
+                        if over:
+                            run.close()
+                            run.sent.end()
+                except BaseException as error:  # buffers are not handed back: data may still arrive there
+                    run.sent.end(self.channel.error or self.channel.explained(error))
+                    over = True
+                if over:
+                    self._free.release()
+                else:
+                    self._queues[number + 1].put(run)
+                del run  # it holds memory of the device, and the next one may come late
 
 
 def codes_on_host(program: Program) -> bool:

@@ -42,8 +42,11 @@ class Stream:
         """What was enqueued so far."""
         return None
 
+    def sleep(self) -> None:
+        """Returns when all that was enqueued is done. Waiting for a CUDA stream itself would keep a core busy."""
+
     def wait(self) -> None:
-        """Returns when all that was enqueued is done."""
+        """The same, and the tensors that were kept for it are let go."""
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Lets tensors live until `wait`."""
@@ -62,6 +65,9 @@ class Stream:
         """What lies in that memory of the host, on the device."""
         return frame
 
+    def forget(self) -> None:
+        """Lets go of what has landed and nobody has asked for."""
+
     def divisor(self, by: int) -> torch.Tensor | int:
         """What to divide by: the quotients are those of the CPU."""
         return by
@@ -78,6 +84,8 @@ class DeviceStream(Stream):
         self._landed: dict[int, torch.Tensor] = {}  # by the address of what came
         self._divisors: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
+        on_gpu = self._stream is not None
+        self._reached = torch.cuda.Event(blocking=True) if on_gpu else None  # type: ignore[no-untyped-call]
         self._entered: list[tuple[Stream, AbstractContextManager[object]]] = []
 
     def __enter__(self) -> Stream:
@@ -99,9 +107,13 @@ class DeviceStream(Stream):
     def mark(self) -> Mark:
         return None if self._stream is None else self._stream.record_event()
 
+    def sleep(self) -> None:
+        if self._reached is not None:
+            self._reached.record(self._stream)
+            self._reached.synchronize()
+
     def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        self.sleep()
         self._kept.clear()
 
     def keep(self, *tensors: torch.Tensor) -> None:
@@ -119,6 +131,9 @@ class DeviceStream(Stream):
     def there(self, frame: torch.Tensor) -> torch.Tensor:
         landed = self._landed.pop(frame.data_ptr(), None)
         return landed if landed is not None and landed.numel() == frame.numel() else self._brought(frame)
+
+    def forget(self) -> None:
+        self._landed.clear()
 
     def _brought(self, frame: torch.Tensor) -> torch.Tensor:
         there = torch.empty(frame.numel(), dtype=torch.uint8, device=self.device)

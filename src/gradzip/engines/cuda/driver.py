@@ -53,7 +53,7 @@ _OPTIONS = ("--std=c++17", "--fmad=false", "--restrict")
 def source(kernel: str = "") -> str:
     """A kernel and what it is compiled with, as one text; line numbers in messages are those of the files."""
     names = next((files for prefix, files in _UNITS.items() if kernel.startswith(prefix)), FILES)
-    return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text()}' for name in names)
+    return "\n".join(f'#line 1 "{name}.cuh"\n{(KERNELS / f"{name}.cuh").read_text("utf-8")}' for name in names)
 
 
 def _entry(kernel: str) -> str:
