@@ -126,7 +126,7 @@ def instrument(profile: Profile) -> None:
             profile.wrap(kind, name, f"message.{name}", mark=True)
     profile.wrap(on_device.DeviceMessage, "norm", "message.norm", mark=True)
     if torch.cuda.is_available():
-        profile.wrap(torch.cuda.Stream, "wait_stream", "wait_stream")
+        profile.wrap(on_stream.StreamRunner, "_wait", "runner._wait")
         profile.wrap(torch.cuda, "set_stream", "set_stream")
     profile.wrap(torch.futures.Future, "__init__", "Future()")
     profile.wrap(torch.futures.Future, "set_result", "Future.set_result")
@@ -184,6 +184,7 @@ def primitives(device: torch.device) -> str:
         "event.wait": event.wait,
         "Event() and record": lambda: torch.cuda.Event().record(),
         "wait_stream": lambda: streams[0].wait_stream(streams[1]),
+        "the same by a kept event": lambda: (event.record(streams[1]), event.wait(streams[0])),
         "with stream": enter,
         "Future(devices), set_result": lambda: torch.futures.Future(devices=[device]).set_result(small),
         "all_to_all, wait": lambda: dist.all_to_all_single(received, sent, async_op=True).wait(),

@@ -146,9 +146,13 @@ class Checks:
             then(layout.norms)
         pinned, copied = self._pinned(layout.row.numel())
         pinned.copy_(layout.row, non_blocking=True)
-        copied.record(self._module.current_stream())
+        copied.record(self._module.current_stream(self._device))
         bytes_sent = [message.bytes_sent for message in messages]
         self._sent.append(_Sent(step, layout, bytes_sent, pinned, copied))
+
+    @property
+    def unread(self) -> bool:
+        return bool(self._sent)
 
     def read(self, last: int | None = None) -> list[Row]:
         """The rows up to a step, or all. PeerError: something is wrong, and what came after it is not to be used."""

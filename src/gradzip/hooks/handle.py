@@ -489,7 +489,7 @@ class Handle:
         use_shapes = self._scheme.shaped and not self._joins()
         late = self._late if self._scheme.factors else None
         observe: Callable[[str, torch.Tensor], None] | None = None
-        if isinstance(self._policy, Adaptive):
+        if self._learns and isinstance(self._policy, Adaptive):  # which takes long to find out
             if self._joins():
                 raise Unsupported(
                     f"{self._policy!r} learns from steps that all ranks take, and under Join a GPU cannot tell which "
@@ -570,6 +570,7 @@ class Handle:
         self.error = self.error or self._channel.error
         if self.error is not None:
             self._heard()
+            self._doubt()
             self._channel.wait_told()
             raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
         try:
@@ -589,11 +590,16 @@ class Handle:
                 self._backward = None
         except Exception as error:
             self._heard()
+            self._doubt()
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
             if self.error is not error:
                 raise PeerError(f"the exchange stopped: {self.error}") from self.error  # what it met follows from that
             raise
         return future
+
+    def _doubt(self) -> None:
+        """The exchange ends with an error: what was enqueued may be cut off, and nobody will read what it told."""
+        self._behind |= self._stream is not None and self._stream.unread
 
     def _heard(self) -> None:
         """The user's code is about to see the error."""
