@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -372,6 +374,38 @@ def test_no_state_is_saved_when_an_error_leaves_steps_that_nobody_has_checked() 
     for said in run_ranks(2, failed_in_a_hook, False):
         assert "no such thing. Go on from the last checkpoint" in said
     assert run_ranks(2, failed_in_a_hook, True) == ["saved", "saved"]
+
+
+def asked_meanwhile(rank: int) -> list[int]:
+    """How many steps slots know of at the end of each, while another thread of rank 1 asks what became of them."""
+    streams.install()
+    mine, known = Rank(GivenShapes()), []
+    gradients = of_ranks(dist.get_world_size(), 5, torch.float32)[rank]
+    synchronize, asked = torch.cpu.Event.synchronize, threading.Event()
+
+    def slow(event: Any) -> None:
+        if threading.current_thread().name == "asks":
+            asked.set()
+            time.sleep(0.3)  # the GPU has not come that far
+        synchronize(event)
+
+    torch.cpu.Event.synchronize = slow  # type: ignore[method-assign]
+    for step in range(6):
+        asks = threading.Thread(target=mine.runner.drain, name="asks")
+        if step > 2 and rank:
+            asks.start()
+            asked.wait()
+        mine.step("noise", step, gradients, [0, 5])
+        if asks.ident is not None:
+            asks.join()
+        (slots,) = mine.runner._slots.values()
+        known.append(len(slots.seen["own"]))
+        asked.clear()
+    return known
+
+
+def test_slots_are_alike_when_a_thread_asks_for_stats() -> None:
+    assert run_ranks(2, asked_meanwhile) == [[0, 0, 1, 2, 3, 4]] * 2
 
 
 def looked_up(rank: int) -> int:

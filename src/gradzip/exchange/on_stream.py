@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -131,6 +132,9 @@ class StreamRunner:
         self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
+        self._reading = (
+            threading.Lock()
+        )  # stats() may be asked for on any thread, and slots are to be alike on all ranks
         self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
@@ -355,12 +359,13 @@ class StreamRunner:
         return self._read(None)
 
     def _read(self, last: int | None) -> list[Row]:
-        rows = self._checks.read(last)
-        self._late += [(row.step, row.sizes) for row in rows]
-        for row in rows:
-            if row.step == self._open:
-                self._memory.commit() if row.outcome.finite else self._memory.drop()
-                self._open, self._contents, self._alive = None, object(), []
+        with self._reading:
+            rows = self._checks.read(last)
+            self._late += [(row.step, row.sizes) for row in rows]
+            for row in rows:
+                if row.step == self._open:
+                    self._memory.commit() if row.outcome.finite else self._memory.drop()
+                    self._open, self._contents, self._alive = None, object(), []
         return rows
 
     @property
