@@ -154,10 +154,13 @@ class Checks:
     def unread(self) -> bool:
         return bool(self._sent)
 
-    def read(self, last: int | None = None) -> list[Row]:
-        """The rows up to a step, or all. PeerError: something is wrong, and what came after it is not to be used."""
+    def read(self, last: int | None = None, wait: bool = True) -> list[Row]:
+        """The rows up to a step, or all; without `wait`, those that are there.
+
+        PeerError: something is wrong, and what came after it is not to be used.
+        """
         rows = []
-        while self._sent and (last is None or self._sent[0].step <= last):
+        while self._sent and (last is None or self._sent[0].step <= last) and (wait or self._sent[0].copied.query()):
             sent = self._sent.popleft()
             sent.copied.synchronize()
             numbers = sent.numbers.numpy().copy()

@@ -358,9 +358,13 @@ class StreamRunner:
         """Waits for all that was enqueued; what became known of it. PeerError: something was wrong."""
         return self._read(None)
 
-    def _read(self, last: int | None) -> list[Row]:
+    def look(self) -> list[Row]:
+        """The same without waiting: what is known by now."""
+        return self._read(None, wait=False)
+
+    def _read(self, last: int | None, wait: bool = True) -> list[Row]:
         with self._reading:
-            rows = self._checks.read(last)
+            rows = self._checks.read(last, wait)
             self._late += [(row.step, row.sizes) for row in rows]
             for row in rows:
                 if row.step == self._open:

@@ -128,7 +128,7 @@ class Handle:
         self._meet(_Scheme(ways, runner))
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
-        self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
+        self._journal = report.Journal(self._channel.rank != 0, self._stats_now, self._look)
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
@@ -232,6 +232,15 @@ class Handle:
             except Exception as error:  # of the writer: a full disk must not end the training
                 self._metrics.remove(metrics)
                 self._warn(f"log: the writer failed and will not be called again: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Takes note of steps on streams that are over, at the end of the process: no other call will tell of them."""
+        if self._stream is None or self.error is not None:
+            return
+        try:
+            self._note(self._stream.look)
+        except PeerError as error:
+            report.logger.error("%s", error)
 
     def _stats_now(self) -> dict[str, Any]:
         with self._lock:
