@@ -9,8 +9,7 @@ import emulated
 import pytest
 from scripts import run_scripts
 
-
-kept = []  # a script's model lives until the process ends
+kept: list[object] = []  # a script's model lives until the process ends
 
 
 def rank_main(how: str) -> None:
