@@ -41,11 +41,12 @@ from steps import Gpt2
 from gradzip.hooks import runners
 
 NO_SYNC, BF16 = "no_sync", "torch bf16"
+DEFAULT_MB = 25.0  # DDP's own
 STREAMED = "stream "  # in front of a policy
 COLUMNS = (
     *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
     *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
-    "cpu_ms",
+    *("cpu_ms", "bucket_mb"),
 )
 
 
@@ -88,14 +89,14 @@ def goodput() -> float:
 
 
 def measure(
-    name: str, what: str, device: torch.device, warm: int, steps: int, layout: torch.memory_format
+    name: str, what: str, device: torch.device, warm: int, steps: int, layout: torch.memory_format, bucket_mb: float
 ) -> dict[str, Any]:
     inner, loss_of = made(name, device, layout)
     carried = set(runners.RUN_ON_GPUS)
     policy = what.removeprefix(STREAMED)
     if policy != what:
         runners.RUN_ON_GPUS.add(policy.partition(":")[0])
-    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4)
         if name == "gpt2"
@@ -180,9 +181,13 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=12, help="steps before those that count: slots shrink in step 9")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--row-major", action="store_true", help="not channels_last, which PowerSGD has no kernels for")
+    parser.add_argument("--bucket-mb", type=float, default=DEFAULT_MB, help="DDP's bucket_cap_mb, of all rows")
     parser.add_argument("--host-runner", choices=("off", "on", "both"), default="off", help="for models on GPUs")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
+    known = options.csv.open().readline() if options.csv and options.csv.exists() else "bucket_mb"
+    if options.bucket_mb != DEFAULT_MB and "bucket_mb" not in known:
+        parser.error(f"--bucket-mb {options.bucket_mb}: {options.csv} has no such column; name another file")
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     device, rate = torch.device("cuda", 0), goodput()
@@ -192,7 +197,8 @@ def main() -> None:
     layout = torch.contiguous_format if options.row_major else torch.channels_last
     for what, on in ((NO_SYNC, False), (BF16, False), *policies):
         runners.ON_HOST_RUNNER_FROM_GPU = on
-        row = measure(options.model, what, device, options.warm, options.steps, layout)
+        row = measure(options.model, what, device, options.warm, options.steps, layout, options.bucket_mb)
+        row["bucket_mb"] = options.bucket_mb
         gc.collect()
         torch.cuda.empty_cache()
         alone = row["ms"] if what == NO_SYNC else alone

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip.engines.cuda import launch, noise_row
-from gradzip.exchange import checks, on_device, on_stream
+from gradzip.exchange import checks, on_device, on_stream, scaled_on_device
 from gradzip.hooks import buckets, handle
 from gradzip.sensitivity.shape import SecondMoments
 
@@ -121,22 +121,24 @@ def instrument(profile: Profile) -> None:
     profile.wrap(dist.Work, "wait", "work.wait")
     profile.wrap(launch.Stage, "__call__", "kernel launches")
     profile.wrap(noise_row.RowCall, "__call__", "row launch")
-    for kind in (on_device.RawMessage, on_device.NoisyMessage):
+    for kind in (on_device.RawMessage, on_device.NoisyMessage, scaled_on_device.ScaledMessage):
         for name in ("encode", "reduce", "decode"):
             profile.wrap(kind, name, f"message.{name}", mark=True)
     profile.wrap(on_device.DeviceMessage, "norm", "message.norm", mark=True)
     if torch.cuda.is_available():
-        profile.wrap(torch.cuda.Stream, "wait_stream", "wait_stream")
+        profile.wrap(on_stream.StreamRunner, "_wait", "runner._wait")
         profile.wrap(torch.cuda, "set_stream", "set_stream")
     profile.wrap(torch.futures.Future, "__init__", "Future()")
     profile.wrap(torch.futures.Future, "set_result", "Future.set_result")
 
 
-def run(name: str, codec: str, profile: Profile, device: torch.device, warm: int, steps: int) -> float:
+def run(
+    name: str, codec: str, profile: Profile, device: torch.device, warm: int, steps: int, bucket_mb: float
+) -> float:
     from exchange_gpu import made, medians
 
-    inner, loss_of = made(name, device)
-    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
+    inner, loss_of = made(name, device, torch.channels_last)
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4)
         if name == "gpt2"
@@ -184,6 +186,7 @@ def primitives(device: torch.device) -> str:
         "event.wait": event.wait,
         "Event() and record": lambda: torch.cuda.Event().record(),
         "wait_stream": lambda: streams[0].wait_stream(streams[1]),
+        "the same by a kept event": lambda: (event.record(streams[1]), event.wait(streams[0])),
         "with stream": enter,
         "Future(devices), set_result": lambda: torch.futures.Future(devices=[device]).set_result(small),
         "all_to_all, wait": lambda: dist.all_to_all_single(received, sent, async_op=True).wait(),
@@ -209,6 +212,7 @@ def main() -> None:
     parser.add_argument("--codecs", default="noise,cast")
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="DDP's bucket_cap_mb")
     options = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
@@ -222,11 +226,11 @@ def main() -> None:
         for codec in options.codecs.split(","):
             profile.steps.clear()
             profile._events = False
-            unmarked = run(model, codec, profile, device, options.warm, options.steps)
+            unmarked = run(model, codec, profile, device, options.warm, options.steps, options.bucket_mb)
             host = profile.report()
             profile.steps.clear()
             profile._events = True  # these cost host time of their own
-            marked = run(model, codec, profile, device, options.warm, options.steps)
+            marked = run(model, codec, profile, device, options.warm, options.steps, options.bucket_mb)
             stages = profile.report().partition("GPU, ")
             gc.collect()
             torch.cuda.empty_cache()

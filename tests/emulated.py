@@ -29,7 +29,13 @@ class Emulator:
         self._one_at_a_time = threading.Lock()
 
     def bind(
-        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+        self,
+        kernel: str,
+        arguments: ctypes.Array[ctypes.c_char],
+        groups: int,
+        threads: int,
+        stream: int,
+        follows: bool = False,
     ) -> Callable[[], None]:
         def launch() -> None:
             self.launched.append(kernel)

@@ -186,6 +186,32 @@ def convolved(rank: int) -> dict[str, Any]:
     return out
 
 
+def loaded(rank: int, policy: str) -> list[bool]:
+    """Whether the host learns what Memory holds, in each step; a state is loaded before the fifth one."""
+    streams.install()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10))
+    net = net.to(memory_format=torch.channels_last if policy == "without kernels" else torch.contiguous_format)
+    model = nn.parallel.DistributedDataParallel(net)
+    handle = gradzip.attach(model, None, Rules({"*.weight": FACTORS}, small=True), timeout=TIMEOUT)
+    waits = []
+    for step in range(7):
+        if step == 4:
+            handle.load_state_dict(torch.utils._pytree.tree_map(_copied, handle.state_dict()))
+        model(torch.randn(4, 3, 5, 5)).square().mean().backward()
+        assert handle._stream is not None
+        waits.append(handle._stream._open is not None)
+    return waits
+
+
+@pytest.mark.parametrize("policy", ["kernels", "without kernels"])
+def test_the_host_waits_for_the_step_that_replaces_a_state_which_was_loaded(policy: str) -> None:
+    """Only the second stream may get memory of its own back at once; a loaded state has the main stream's."""
+    for waits in run_ranks(2, loaded, policy):
+        assert waits[0]
+        assert waits[3:] == [False, True, False, False]
+
+
 def test_replicas_are_identical_in_any_order_of_sums_and_without_kernels() -> None:
     ranks = run_ranks(3, convolved)
     for found in ranks:

@@ -7,10 +7,11 @@ import locale
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gradzip.engines.cuda import driver
+from gradzip.engines.cuda import driver, launch
 from gradzip.errors import EngineError
 
 # The declarations are those of cuda.h; `notes` has what the latest launch was given.
@@ -19,8 +20,8 @@ struct Config { unsigned grid[3], block[3], shared; void* stream; void* attribut
 struct { Config config; void* function; unsigned long long argument; void* context; unsigned launches; } notes;
 static void* current = nullptr;
 extern "C" {
-int answer = 0;
-int cuCtxGetCurrent(void** context) { *context = current; return 0; }
+int answer = 0, looks = 0;
+int cuCtxGetCurrent(void** context) { *context = current; looks++; return 0; }
 int cuCtxSetCurrent(void* context) { current = context; return 0; }
 int cuGetErrorName(int, const char** name) { *name = "CUDA_ERROR_OF_A_TEST"; return 0; }
 int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void** extra) {
@@ -83,11 +84,29 @@ def test_a_launch_is_what_was_asked_for(library: ctypes.CDLL) -> None:
     assert notes.launches == 6
 
 
+def test_a_stage_enters_the_context_of_its_gpu_and_looks_for_it_once(library: ctypes.CDLL) -> None:
+    on, other = device(0x1111), device(0x2222).bind("kernel", ctypes.create_string_buffer(8), 1, 32, 0)
+    on.stream = lambda: 0  # type: ignore[method-assign]
+    arguments = [ctypes.create_string_buffer(16) for _ in range(3)]
+    calls = [
+        SimpleNamespace(_groups=2, _on=on, _kernel="kernel", _arguments=each, _threads=32, _step_at=8)
+        for each in arguments
+    ]
+    stage, notes = launch.Stage(calls), library.all_notes().contents  # type: ignore[arg-type]
+    for step in (7, 8):
+        other()
+        before, looks = notes.launches, ctypes.c_int.in_dll(library, "looks").value
+        stage(step)
+        assert (notes.launches - before, notes.context) == (3, 0x1111)
+        assert ctypes.c_int.in_dll(library, "looks").value == looks + 1
+        assert [ctypes.c_uint32.from_buffer(each, 8).value for each in arguments] == [step] * 3
+
+
 def test_a_launch_that_fails_is_named(library: ctypes.CDLL) -> None:
-    launch = device(0x1111).bind("kernel", ctypes.create_string_buffer(8), 1, 32, 0)
+    start = device(0x1111).bind("kernel", ctypes.create_string_buffer(8), 1, 32, 0)
     ctypes.c_int.in_dll(library, "answer").value = 700
     with pytest.raises(EngineError, match="launching kernel failed: CUDA_ERROR_OF_A_TEST"):
-        launch()
+        start()
 
 
 def test_kernels_are_read_in_any_locale() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -346,6 +348,93 @@ def saved_too_late(rank: int) -> str:
 def test_no_state_is_saved_after_a_bad_step() -> None:
     for said in run_ranks(2, saved_too_late):
         assert "at step 2 rank 0 sent a sum of '" in said
+
+
+def failed_in_a_hook(rank: int, first: bool) -> str:
+    """A hook fails on all ranks; what became of the steps before is not known then, unless there were none."""
+    streams.install()
+    task = Task(bucket_mb=25)
+    task.train(0, 0 if first else 3)
+
+    def fail(*given: Any, **options: Any) -> Any:
+        raise Unsupported("no such thing")
+
+    task.handle._ways.of = fail  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="no such thing"):
+        task.step(3)
+    del task.handle._ways.of
+    try:
+        task.handle.state_dict()
+    except PeerError as error:
+        return str(error)
+    return "saved"
+
+
+def test_no_state_is_saved_when_an_error_leaves_steps_that_nobody_has_checked() -> None:
+    for said in run_ranks(2, failed_in_a_hook, False):
+        assert "no such thing. Go on from the last checkpoint" in said
+    assert run_ranks(2, failed_in_a_hook, True) == ["saved", "saved"]
+
+
+def asked_meanwhile(rank: int) -> list[int]:
+    """How many steps slots know of at the end of each, while another thread of rank 1 asks what became of them."""
+    streams.install()
+    mine, known = Rank(GivenShapes()), []
+    gradients = of_ranks(dist.get_world_size(), 5, torch.float32)[rank]
+    synchronize, asked = torch.cpu.Event.synchronize, threading.Event()
+
+    def slow(event: Any) -> None:
+        if threading.current_thread().name == "asks":
+            asked.set()
+            time.sleep(0.3)  # the GPU has not come that far
+        synchronize(event)
+
+    torch.cpu.Event.synchronize = slow  # type: ignore[method-assign]
+    for step in range(6):
+        asks = threading.Thread(target=mine.runner.drain, name="asks")
+        if step > 2 and rank:
+            asks.start()
+            asked.wait()
+        mine.step("noise", step, gradients, [0, 5])
+        if asks.ident is not None:
+            asks.join()
+        (slots,) = mine.runner._slots.values()
+        known.append(len(slots.seen["own"]))
+        asked.clear()
+    return known
+
+
+def test_slots_are_alike_when_a_thread_asks_for_stats() -> None:
+    assert run_ranks(2, asked_meanwhile) == [[0, 0, 1, 2, 3, 4]] * 2
+
+
+def looked_up(rank: int) -> int:
+    """How often hooks look a parameter up in a dictionary, in steps like those before."""
+    streams.install()
+    task, found = Task(), 0
+    task.train(0, 9)
+    reduce, hashed = task.handle.reduce, torch.Tensor.__hash__
+
+    def counting(tensor: torch.Tensor) -> int:
+        nonlocal found
+        found += 1
+        return hashed(tensor)
+
+    def watched(bucket: Any) -> Any:
+        torch.Tensor.__hash__ = counting  # type: ignore[method-assign]
+        try:
+            return reduce(bucket)
+        finally:
+            torch.Tensor.__hash__ = hashed  # type: ignore[method-assign]
+
+    task.handle.reduce = watched  # type: ignore[method-assign]
+    task.train(9, 14)
+    assert task.handle._shapes.names, "second moments are used"
+    return found
+
+
+def test_hooks_look_no_parameter_up_in_ordinary_steps() -> None:
+    assert run_ranks(2, looked_up) == [0, 0]
 
 
 def loaded(rank: int) -> dict[str, Any]:

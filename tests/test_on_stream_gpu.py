@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -36,14 +37,17 @@ def flat(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Trained:
-    def __init__(self, policy: str, bucket_mb: float, layout: torch.memory_format = torch.channels_last) -> None:
+    def __init__(
+        self, policy: Any, bucket_mb: float, layout: torch.memory_format = torch.channels_last, **more: Any
+    ) -> None:
         torch.manual_seed(1)
         torch.backends.cudnn.deterministic = True
         net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 200), nn.Linear(200, 7))
         net = net.cuda().to(memory_format=layout)
         self.model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.handle = gradzip.attach(self.model, self.optimizer, gradzip.Fixed(policy), timeout=TIMEOUT)
+        policy = gradzip.Fixed(policy) if isinstance(policy, str) else policy
+        self.handle = gradzip.attach(self.model, self.optimizer, policy, timeout=TIMEOUT, **more)
         self.names = [name for name, _ in net.named_parameters()]
         self.parameters = list(net.parameters())
 
@@ -135,8 +139,17 @@ def test_hooks_never_wait_for_the_gpu(policy: str) -> None:
     assert run_ranks(2, hurried, policy, backend="nccl") == ["", ""]
 
 
+def held(handle: gradzip.Handle) -> list[torch.Tensor]:
+    """What PowerSGD keeps of all matrices, left together as kernels put it."""
+    torch.cuda.synchronize()
+    (kept,) = {bundle.kept for bundle in handle._memory._bundles.values()}
+    return [kept.right.cpu(), kept.after.cpu()]  # type: ignore[attr-defined]
+
+
 def factored(rank: int) -> dict[str, Any]:
-    """PowerSGD on streams, with its kernels; a rank has an infinite gradient in step 6."""
+    """PowerSGD on streams, with its kernels; a rank has an infinite gradient in step 6, of which the host takes back
+    what was noted, as a state was saved before; and in step 9, of which the device does.
+    """
     runners.RUN_ON_GPUS |= {"powersgd"}
     task, out, kept = Trained("powersgd:rank=2", 0.02, torch.contiguous_format), dict[str, Any](), list[Any]()
     reduce = task.handle.reduce
@@ -151,22 +164,28 @@ def factored(rank: int) -> dict[str, Any]:
     for number in range(STEPS):
         if number == 4:
             task.handle.reduce = watched  # type: ignore[method-assign]
-        if number == 6 and rank == 1:
+        if number in (6, 9) and rank == 1:
             hook = task.parameters[0].register_hook(lambda gradient: gradient * torch.inf)
         if number == 6:
             assert task.handle._stream is not None
             out["waits"] = task.handle._stream._open is not None
             task.handle.reduce = reduce  # type: ignore[method-assign]
             kept.append(task.handle.state_dict())
+        before = held(task.handle) if number == 9 else []
         means = task.backward(number)
         if number == 6:
             kept.append(task.handle.state_dict())
             out["finite"] = all(bool(mean.isfinite().all()) for mean in means)
-            if rank == 1:
-                hook.remove()
-        else:
+        if number == 9:
+            out["device waits"] = task.handle._stream._open is not None  # type: ignore[union-attr]
+            out["restored"] = all(torch.equal(now, was) for now, was in zip(held(task.handle), before, strict=True))
+        if number not in (6, 9):
             task.optimizer.step()
-    before, after = ({k: torch.as_tensor(v).cpu() for k, v in state.items() if k != "steps"} for state in kept)
+        elif rank == 1:
+            hook.remove()
+    before, after = (
+        {k: torch.as_tensor(v).cpu() for k, v in state.items() if "residual/" in k or "codec/" in k} for state in kept
+    )
     out["same"] = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     out["kept"] = sum("residual/" in key for key in before)
     out["parameters"] = [p.detach().cpu() for p in task.parameters]
@@ -186,6 +205,124 @@ def test_powersgd_on_streams_keeps_replicas_identical_and_nothing_of_a_step_that
         assert not found["finite"]
         assert found["same"]
         assert found["kept"] == 3
+        assert not found["device waits"]
+        assert found["restored"]
+
+
+def changed(rank: int) -> dict[str, Any]:
+    """From PowerSGD to noise: the step after the change codes gradients with what PowerSGD has lost of them."""
+    runners.RUN_ON_GPUS |= {"powersgd"}
+    slots.FIRST_ROOM = 100.0
+    task = Trained("powersgd:rank=2", 0.02, torch.contiguous_format)
+    for number in range(5):
+        task.backward(number)
+        task.optimizer.step()
+    state = task.handle.state_dict()
+    task.handle.set_policy(gradzip.Fixed("noise"))
+    with task.model.no_sync():
+        own = task.backward(5)
+    lost = [state.get(f"rank{rank}/residual/gradient/{name}") for name in task.names]
+    totals = [x if r is None else x + torch.as_tensor(r).reshape(-1).cpu() for x, r in zip(own, lost)]
+    everybodys, means = gathered(totals), task.backward(5)
+    made = stream_codec(parse("noise"))
+    assert made is not None
+    codec, program = made.codec, task.program(made.codec)  # type: ignore[attr-defined]
+    shapes = Shapes([None if shape is None else shape.cpu() for shape in task.handle._shapes.of(task.names)])
+    messages = [Message(program.names, torch.float32, r, WORLD, 5, 0, shapes) for r in range(WORLD)]
+    expected = Interpreter(program, codec, messages).run(everybodys)[rank]
+    task.optimizer.step()
+    for number in range(6, 9):
+        task.backward(number)
+        task.optimizer.step()
+    return {
+        "lost": sum(r is not None for r in lost),
+        "wrong": [name for name, a, b in zip(task.names, means, expected) if not same_bits(a, b)],
+        "kept": sum("residual/" in key for key in task.handle.state_dict()),
+        "runner": task.handle.stats()["runner"],
+        "parameters": [p.detach().cpu() for p in task.parameters],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(320)
+def test_residuals_are_added_when_the_policy_changes_on_streams() -> None:
+    ranks = run_ranks(WORLD, changed, deadline=300, backend="nccl")
+    for found in ranks:
+        assert found["lost"] == 3
+        assert found["wrong"] == []
+        assert found["kept"] == 0
+        assert found["runner"] == "stream"
+        assert same(found["parameters"], ranks[0]["parameters"])
+
+
+def learnt(rank: int) -> dict[str, Any]:
+    """A policy that looks at means, which stay on the GPU; a rank has an infinite gradient in step 4."""
+    runners.RUN_ON_GPUS |= {runners.LEARNS}
+    policy = gradzip.Accordion(gradzip.Fixed("noise"), gradzip.Fixed("noise:share=10%"), window=2, threshold=0.2)
+    task = Trained(policy, 0.02)
+    for number in range(STEPS):
+        if number == 4 and rank == 1:
+            hook = task.parameters[0].register_hook(lambda gradient: gradient * torch.inf)
+        task.backward(number)
+        if number != 4:
+            task.optimizer.step()
+        elif rank == 1:
+            hook.remove()
+    task.handle.stats()
+    return {
+        "history": task.handle.stats()["history"],
+        "runner": task.handle.stats()["runner"],
+        "steps": policy._steps,
+        "parameters": [p.detach().cpu() for p in task.parameters],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(320)
+def test_a_policy_that_learns_decides_alike_on_all_ranks() -> None:
+    ranks = run_ranks(WORLD, learnt, deadline=300, backend="nccl")
+    for found in ranks:
+        assert found["runner"] == "stream"
+        assert found["steps"] == STEPS - 1, "the step that is not finite does not count"
+        assert found["history"] == ranks[0]["history"]
+        assert [entry["step"] for entry in found["history"]] == [2, 4, 6, 8, 10]
+        assert len({len(entry["critical"]) for entry in found["history"]}) > 1, "it has decided both ways"
+        assert same(found["parameters"], ranks[0]["parameters"])
+
+
+def orphaned(rank: int) -> dict[str, Any]:
+    """The heart of rank 1 stops, and it sends no more; rank 0 waits for it on the GPU, with the host in CUDA."""
+    task = Trained("noise", 25, heartbeat=timedelta(seconds=3))
+    for number in range(4):
+        task.backward(number)
+    torch.cuda.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        task.handle._channel.health.stop()
+        store.wait(["told"], TIMEOUT)
+        return {}
+    out: dict[str, Any] = {"said": ""}
+    try:
+        for number in range(4, 8):
+            task.backward(number)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        out |= {"said": str(error), "at": number}
+    try:
+        task.handle.state_dict()
+    except gradzip.PeerError as error:
+        out["state"] = str(error)
+    store.set("told", "1")
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(220)
+def test_a_rank_that_waits_on_the_gpu_for_one_that_is_gone_ends_with_an_error() -> None:
+    found, _ = run_ranks(2, orphaned, backend="nccl")
+    assert "rank 1 has shown no sign of life for 3 s" in found["said"]
+    assert found["at"] == 5, "the aborted step is given to nobody for good"
+    assert "Go on from the last checkpoint" in found["state"]
 
 
 def damaged(rank: int) -> str:

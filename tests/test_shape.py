@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import emulated
 import pytest
@@ -297,6 +298,58 @@ def test_shapes_on_a_stream_are_those_of_the_host(device: str, kind: str) -> Non
         model(torch.randn(4, 3, 6, 6).to(device)).square().sum().backward()
         optimizer.step()
     assert bool(stream.names) == (kind != "SGD")
+
+
+def _replace(state: Any, p: torch.Tensor) -> None:
+    state[p] = {key: value.clone() for key, value in state[p].items()}
+
+
+def _replace_field(state: Any, p: torch.Tensor) -> None:
+    state[p]["exp_avg_sq"] = state[p]["exp_avg_sq"] * 4
+
+
+def _remove(state: Any, p: torch.Tensor) -> None:
+    del state[p]
+
+
+def _empty(state: Any, p: torch.Tensor) -> None:
+    state[p].clear()
+
+
+def _remove_field(state: Any, p: torch.Tensor) -> None:
+    del state[p]["exp_avg_sq"]
+
+
+def _swap(state: Any, p: torch.Tensor) -> None:
+    other = next(q for q in state if q is not p and state[q]["exp_avg_sq"].numel() != p.numel())
+    state[p], state[other] = state[other], state[p]
+
+
+@pytest.mark.parametrize("change", [_replace, _replace_field, _remove, _empty, _remove_field, _swap])
+def test_shapes_on_a_stream_follow_a_state_that_is_changed_by_hand(device: str, change: Any) -> None:
+    _, optimizer, names = trained(lambda ps: torch.optim.AdamW(ps), 6, device)
+    sources = [SecondMoments([optimizer], names, on_stream) for on_stream in (False, True)]
+    whole = copy.deepcopy(optimizer.state_dict())
+    parameter = list(names)[2]
+    for turn in range(4):  # as it was, changed, filled in again where the entry had been, and all of it loaded again
+        if turn == 1:
+            change(optimizer.state, parameter)
+            for state in optimizer.state.values():
+                if "exp_avg_sq" in state:
+                    state["exp_avg_sq"] *= 2.0 ** torch.arange(state["exp_avg_sq"].numel(), device=device).view(
+                        state["exp_avg_sq"].shape
+                    ).remainder(20)
+        if turn == 2 and change in (_empty, _remove_field):
+            moment = torch.rand_like(parameter)
+            optimizer.state[parameter] |= {"exp_avg_sq": moment, "step": torch.tensor(9.0)}
+        if turn == 3:
+            optimizer.load_state_dict(whole)
+        for source in sources:
+            source.renew()
+        for name, parts in zip(names.values(), zip(*(source.of(list(names.values())) for source in sources))):
+            host, stream = parts
+            assert (host is None) == (stream is None), (turn, name)
+            assert host is None or torch.equal(host.cpu(), stream.cpu()), (turn, name)
 
 
 @pytest.mark.parametrize("fused", [False, True])

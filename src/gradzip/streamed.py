@@ -81,7 +81,7 @@ class StreamedBackward:
         assert self._observe is not None
         finite = (norms < torch.inf).all()
         for name, mean in self.results:
-            self._observe(name, torch.where(finite, mean, torch.zeros_like(mean)))
+            self._observe(name, torch.where(finite, mean, 0))
 
     def _drafts(self) -> list[tuple[str, FactorMessage]]:
         """What goes behind the last bucket, by codec and route."""

@@ -146,14 +146,21 @@ class Checks:
             then(layout.norms)
         pinned, copied = self._pinned(layout.row.numel())
         pinned.copy_(layout.row, non_blocking=True)
-        copied.record(self._module.current_stream())
+        copied.record(self._module.current_stream(self._device))
         bytes_sent = [message.bytes_sent for message in messages]
         self._sent.append(_Sent(step, layout, bytes_sent, pinned, copied))
 
-    def read(self, last: int | None = None) -> list[Row]:
-        """The rows up to a step, or all. PeerError: something is wrong, and what came after it is not to be used."""
+    @property
+    def unread(self) -> bool:
+        return bool(self._sent)
+
+    def read(self, last: int | None = None, wait: bool = True) -> list[Row]:
+        """The rows up to a step, or all; without `wait`, those that are there.
+
+        PeerError: something is wrong, and what came after it is not to be used.
+        """
         rows = []
-        while self._sent and (last is None or self._sent[0].step <= last):
+        while self._sent and (last is None or self._sent[0].step <= last) and (wait or self._sent[0].copied.query()):
             sent = self._sent.popleft()
             sent.copied.synchronize()
             numbers = sent.numbers.numpy().copy()

@@ -64,6 +64,7 @@ class FactorMessage(Checked):
         self.program = Program(
             str(codec), NAMED["allreduce"], tuple(self._names), sizes, torch.float32, topology.hosts, steps, (values,)
         )
+        self.origin: object = None  # that of what Memory held for it in its last step
         self._volume = 0  # values in the collectives of a step,
         self.collectives = 0  # and how many there were
         self._norm = torch.zeros((), dtype=torch.float64, device=tensors[0].device)

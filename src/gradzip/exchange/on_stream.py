@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,13 +123,18 @@ class StreamRunner:
         self._rank = dist.get_rank(group)
         self._memory = Memory(self._rank) if memory is None else memory
         self._contents = object()  # another one when residuals may have come to Memory from elsewhere
+        self._origin = object()  # another one when Memory has been loaded: with memory that streams know nothing of
         self._open: int | None = None  # the step that Memory waits for the host to know of
         self._divisor = torch.tensor(float(topology.world), device=device)  # as in RawMessage
         self._module = torch.get_device_module(device)
         self._encoding, self._decoding = (_stream(device) for _ in range(2))
+        self._passed = self._module.Event()
         self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
+        self._reading = (
+            threading.Lock()
+        )  # stats() may be asked for on any thread, and slots are to be alike on all ranks
         self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
@@ -175,11 +181,11 @@ class StreamRunner:
         self._step, self._wants_results = step, compare_results
         self._messages, self._norms, self._results, self._changes, self._alive = [], [], [], [], []
         self._waiting, self._scale, self._then, self._by_host = [], scale, then, False
-        self._encoding.wait_stream(self._decoding)  # the row of the last step reads what encoders write
+        self._wait(self._encoding, self._decoding)  # the row of the last step reads what encoders write
         changed = False
         if use_shapes:
             before = self._module.current_stream(self._device)
-            self._encoding.wait_stream(before)
+            self._wait(self._encoding, before)
             self._enter(self._encoding)
             try:
                 with torch.no_grad():
@@ -212,7 +218,7 @@ class StreamRunner:
         )
         step, group, enter = self._step, self._group, self._enter
         before = self._module.current_stream(self._device)
-        self._encoding.wait_stream(before)
+        self._wait(self._encoding, before)
         enter(self._encoding)
         try:
             with torch.no_grad():
@@ -246,9 +252,14 @@ class StreamRunner:
 
     def end(self, factors: Sequence[FactorMessage] = ()) -> None:
         """After the last bucket, where torch averages that one: `take` does the same by itself."""
-        self._encoding.wait_stream(self._module.current_stream(self._device))
+        self._wait(self._encoding, self._module.current_stream(self._device))
         with torch.no_grad(), self._module.stream(self._decoding):
             self._finish(factors)
+
+    def _wait(self, later: Any, earlier: Any) -> None:
+        """One stream goes on when another has done what it was given so far; wait_stream makes an event each time."""
+        self._passed.record(earlier)
+        self._passed.wait(later)
 
     def _sum_up(self, buffer: torch.Tensor) -> None:
         if self._wants_results:
@@ -257,10 +268,12 @@ class StreamRunner:
     def _finish(self, factors: Sequence[FactorMessage]) -> None:
         """On the second stream: what waited for the last bucket, and the row of checks."""
         if factors:
-            self._decoding.wait_stream(self._encoding)  # which is behind the gradients of all buckets
+            self._wait(self._decoding, self._encoding)  # which is behind the gradients of all buckets
         for message in factors:
             changes, alive = message.run(self._memory, self._step, self._scale, self._average)
-            self._by_host |= changes is None
+            # What came from another stream must outlast the step: torch would give its memory to that stream at once.
+            self._by_host |= changes is None or message.origin is not self._origin
+            message.origin = self._origin
             self._changes += changes or []
             self._alive.append(alive)
             self._norms.append(message.norm())
@@ -345,14 +358,24 @@ class StreamRunner:
         """Waits for all that was enqueued; what became known of it. PeerError: something was wrong."""
         return self._read(None)
 
-    def _read(self, last: int | None) -> list[Row]:
-        rows = self._checks.read(last)
-        self._late += [(row.step, row.sizes) for row in rows]
-        for row in rows:
-            if row.step == self._open:
-                self._memory.commit() if row.outcome.finite else self._memory.drop()
-                self._open, self._contents, self._alive = None, object(), []
+    def look(self) -> list[Row]:
+        """The same without waiting: what is known by now."""
+        return self._read(None, wait=False)
+
+    def _read(self, last: int | None, wait: bool = True) -> list[Row]:
+        with self._reading:
+            rows = self._checks.read(last, wait)
+            self._late += [(row.step, row.sizes) for row in rows]
+            for row in rows:
+                if row.step == self._open:
+                    self._memory.commit() if row.outcome.finite else self._memory.drop()
+                    self._open, self._contents, self._alive = None, object(), []
         return rows
+
+    @property
+    def unread(self) -> bool:
+        """Whether it is not known yet what became of a step."""
+        return self._checks.unread
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The slots, and what they do not know of yet: all ranks have the same. To be drained before."""
@@ -363,7 +386,7 @@ class StreamRunner:
     def go_on_from(self, read: SavedSlots) -> None:
         """Goes on with the slots of a state, as `read_state` gave them; Memory may hold something else now."""
         self._slots, self._late = read
-        self._contents = object()
+        self._contents, self._origin = object(), object()
 
 
 def read_state(state: Mapping[str, Any]) -> SavedSlots:

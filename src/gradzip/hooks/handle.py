@@ -124,7 +124,7 @@ class Handle:
         self._meet(Scheme(ways, runner == runners.STREAM))
         self._premises = Premises(optimizers, self._warn)
         self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
-        self._journal = report.Journal(self._channel.rank != 0, self._stats_now)
+        self._journal = report.Journal(self._channel.rank != 0, self._stats_now, self._look)
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
             if unheld := self._ways.unheld():
@@ -228,6 +228,15 @@ class Handle:
             except Exception as error:  # of the writer: a full disk must not end the training
                 self._metrics.remove(metrics)
                 self._warn(f"log: the writer failed and will not be called again: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Takes note of steps on streams that are over, at the end of the process: no other call will tell of them."""
+        if self._stream is None or self.error is not None:
+            return
+        try:
+            self._note(self._stream.look)
+        except PeerError as error:
+            report.logger.error("%s", error)
 
     def _stats_now(self) -> dict[str, Any]:
         with self._lock:
@@ -464,7 +473,7 @@ class Handle:
         use_shapes = self._scheme.shaped and not self._joins()
         late = self._attached.late if self._scheme.factors else None
         observe: Callable[[str, torch.Tensor], None] | None = None
-        if isinstance(self._policy, Adaptive):
+        if self._learns and isinstance(self._policy, Adaptive):  # which takes long to find out
             if self._joins():
                 raise Unsupported(
                     f"{self._policy!r} learns from steps that all ranks take, and under Join a GPU cannot tell which "
@@ -545,6 +554,7 @@ class Handle:
         self.error = self.error or self._channel.error
         if self.error is not None:
             self._heard()
+            self._doubt()
             self._channel.wait_told()
             raise PeerError(f"the exchange stopped at an earlier error: {self.error}") from self.error
         try:
@@ -564,11 +574,16 @@ class Handle:
                 self._backward = None
         except Exception as error:
             self._heard()
+            self._doubt()
             self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
             if self.error is not error:
                 raise PeerError(f"the exchange stopped: {self.error}") from self.error  # what it met follows from that
             raise
         return future
+
+    def _doubt(self) -> None:
+        """The exchange ends with an error: what was enqueued may be cut off, and nobody will read what it told."""
+        self._behind |= self._stream is not None and self._stream.unread
 
     def _heard(self) -> None:
         """The user's code is about to see the error."""

@@ -37,9 +37,9 @@ def say(text: str) -> None:
 class Journal:
     """The lines of one handle on rank 0; the last one comes at detach, or when the process ends."""
 
-    def __init__(self, quiet: bool, stats: Callable[[], Mapping[str, Any]]) -> None:
-        """`stats` must not wait for the exchange: it may be asked when that has failed."""
-        self._stats, self._process = stats, os.getpid()
+    def __init__(self, quiet: bool, stats: Callable[[], Mapping[str, Any]], look: Callable[[], None]) -> None:
+        """`stats` must not wait for the exchange: it may be asked when that has failed. `look`: before the last."""
+        self._stats, self._look, self._process = stats, look, os.getpid()
         if not quiet:
             _journals.add(self)
 
@@ -51,6 +51,7 @@ class Journal:
     def end(self) -> None:
         if self in _journals and os.getpid() == self._process:
             _journals.discard(self)
+            self._look()
             stats = self._stats()
             if stats["steps_here"]:
                 say(f"ended: {in_steps(stats)}")

@@ -104,7 +104,9 @@ class Ways:
         Without `floors` those of the last time are left where they are: where nothing is sent, nobody asks for them.
         """
         # DDP hands out a parameter that was frozen later as well, without a gradient.
-        trained = [parameter.requires_grad and parameter not in self._sparse for parameter in self._names]
+        trained = [parameter.requires_grad for parameter in self._names]
+        if self._sparse:
+            trained = [is_trained and p not in self._sparse for is_trained, p in zip(trained, self._names)]
         if policy is not self._policy or type(policy) not in _CONSTANT or trained != self._trained:
             asked = zip(self._names.items(), trained)
             options = [policy.option(name, p.shape) if is_trained else PLAIN for (p, name), is_trained in asked]

@@ -8,6 +8,7 @@ to send it. moments.py says where it comes from; docs/format.md, "Noise", has th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,32 @@ class _Kept(NamedTuple):
     key: str
     second: torch.Tensor  # what was found under that key
     copy: torch.Tensor | None  # in float32 and in the order of memory, where the optimizer has it otherwise
+
+    def is_there(self) -> bool:
+        return self.state.get(self.key) is self.second if self.copy is None else self.key in self.state
+
+
+class _States(NamedTuple):
+    """What an optimizer keeps for its parameters, compared without looking any of them up: that takes Python's hash."""
+
+    optimizer: Optimizer
+    parameters: list[torch.Tensor]
+    states: list[Mapping[str, Any]]
+    empty: list[Mapping[str, Any]]  # those without any field yet
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _States:
+        states = list(optimizer.state.values())
+        return cls(optimizer, list(optimizer.state), states, [state for state in states if not state])
+
+    def have_changed(self) -> bool:
+        now = self.optimizer.state
+        return (
+            len(now) != len(self.states)
+            or not all(map(operator.is_, now, self.parameters))
+            or not all(map(operator.is_, now.values(), self.states))
+            or any(self.empty)
+        )
 
 
 class _Waiting(NamedTuple):
@@ -75,7 +102,7 @@ class SecondMoments:
         self._shaper: Shaper | None = None
         self._is_new = True  # the kernels were never prepared
         self._waiting: list[_Waiting] = []  # those whose second moments have not seen enough steps
-        self._without: list[torch.Tensor] = []  # parameters that the optimizer has not stepped yet
+        self._states: list[_States] = []  # what optimizers kept when the kernels were prepared
         self._counted: dict[torch.Tensor, float] = {}  # steps that are counted on a GPU
 
     def renew(self) -> bool:
@@ -109,22 +136,15 @@ class SecondMoments:
 
     def _has_moved(self) -> bool:
         """Whether other second moments count than those which the kernels were prepared for."""
-        if not all(self._is_there(kept) for kept in self._kept):
+        if any(states.have_changed() for states in self._states):  # load_state_dict makes new ones
             return True
         if any(waiting.may_be_over(self._state(waiting.parameter)) for waiting in self._waiting):
             return True
-        return any(self._state(parameter) for parameter in self._without)
-
-    def _is_there(self, kept: _Kept) -> bool:
-        """Whether the optimizer still has it; load_state_dict makes new states, and leaves old ones as they were."""
-        state = self._state(kept.parameter)
-        if state is not kept.state:
-            return False
-        return state.get(kept.key) is kept.second if kept.copy is None else kept.key in state
+        return not all(kept.is_there() for kept in self._kept)
 
     def _prepare(self) -> None:
         """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
-        self._without = [p for p in self._names if p.requires_grad and p.numel() and not self._state(p)]
+        self._states = [_States.of(optimizer) for optimizer in self._optimizers]
         counts = [state["step"] for p in self._names if (state := self._state(p)) and _is_on_gpu(state.get("step"))]
         self._counted = dict(zip(counts, fetch(counts)))  # with one transfer
         self._kept, self._shapes, self._shaper, self._is_new, self._waiting = [], {}, None, False, []

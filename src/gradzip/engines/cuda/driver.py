@@ -221,7 +221,13 @@ class Device:
         return raw
 
     def bind(
-        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+        self,
+        kernel: str,
+        arguments: ctypes.Array[ctypes.c_char],
+        groups: int,
+        threads: int,
+        stream: int,
+        follows: bool = False,
     ) -> Callable[[], None]:
         """What launches a loaded kernel, from one thread; `arguments` are copied whenever it is called."""
         function, shared = self._functions[kernel]
@@ -232,9 +238,10 @@ class Device:
         look = partial(_quick().cuCtxGetCurrent, ctypes.byref(current))
 
         def launch(_arguments: object = arguments) -> None:  # which must live as long as this
-            look()
-            if current.value != context:
-                self._enter()
+            if not follows:
+                look()
+                if current.value != context:
+                    self._enter()
             code = start()
             if code:
                 _check(code, f"launching {kernel}")

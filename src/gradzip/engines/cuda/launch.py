@@ -61,9 +61,18 @@ class Launcher(Protocol):
     def __hash__(self) -> int: ...
 
     def bind(
-        self, kernel: str, arguments: ctypes.Array[ctypes.c_char], groups: int, threads: int, stream: int
+        self,
+        kernel: str,
+        arguments: ctypes.Array[ctypes.c_char],
+        groups: int,
+        threads: int,
+        stream: int,
+        follows: bool = False,
     ) -> Callable[[], None]:
-        """What launches a loaded kernel, from one thread; `arguments` are copied whenever it is called."""
+        """What launches a loaded kernel, from one thread; `arguments` are copied whenever it is called.
+
+        `follows`: another launch comes right before it, so that the thread is known to have the GPU's context.
+        """
         ...
 
     def load(self, kernel: str, threads: int, shared: int, least: int = 1) -> int:
@@ -570,8 +579,8 @@ class Stage:
         starts = self._starts.get(stream)
         if starts is None:
             starts = self._starts[stream] = [
-                call._on.bind(call._kernel, call._arguments, call._groups, call._threads, stream)
-                for call in self._calls
+                call._on.bind(call._kernel, call._arguments, call._groups, call._threads, stream, number > 0)
+                for number, call in enumerate(self._calls)
             ]
         for call in self._calls:
             _STEP.pack_into(call._arguments, call._step_at, step & 0xFFFFFFFF)

@@ -286,7 +286,9 @@ DEVICE void scaled_tile(const Args& args) {
         Values<F>::store_four(part.values, p.first, x);
         Values<F>::store_four(part.values, p.first + 4, x + 4);
     } else
-        for (int j = 0; j < p.count; j++) Values<F>::store(part.values, p.first + (u32)j, x[j]);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (j < p.count) Values<F>::store(part.values, p.first + (u32)j, x[j]);
 }
 
 template <class F, int kKind, int kBlockValues, bool kHadamard>
