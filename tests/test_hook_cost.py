@@ -22,8 +22,8 @@ from gradzip.exchange import rows, sockets
 from gradzip.exchange.finiteness import all_finite
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.hooks.ahead import Ahead
 from gradzip.hooks.buckets import Buckets
+from gradzip.hooks.early_fetch import EarlyFetch
 from gradzip.hooks.ways import Ways
 from gradzip.sensitivity import Grids, rules
 from gradzip.sensitivity.survey import fetch
@@ -437,12 +437,12 @@ def test_views_of_buckets_are_made_once_and_again_where_ddp_changes_them() -> No
 def test_numbers_that_were_not_copied_are_read() -> None:
     model = nn.Linear(2, 2)
     steps = [torch.tensor(3.0), torch.tensor(4.0)]
-    ahead = Ahead(model, lambda: steps)  # type: ignore[arg-type]
+    early = EarlyFetch(model, lambda: steps)  # type: ignore[arg-type]
     model(torch.ones(2))  # they are on the CPU: nothing to copy
-    assert ahead.read(steps) == [3.0, 4.0]
+    assert early.read(steps) == [3.0, 4.0]
     steps[0] += 1
-    assert ahead.read(steps) == [4.0, 4.0]
-    ahead.remove()
+    assert early.read(steps) == [4.0, 4.0]
+    early.remove()
     assert not model._forward_pre_hooks
 
 
@@ -450,17 +450,17 @@ def test_numbers_that_were_not_copied_are_read() -> None:
 def test_numbers_of_a_gpu_come_ahead_and_are_read_again_where_they_changed() -> None:
     model = nn.Linear(2, 2).cuda()
     steps = [torch.tensor(float(i), device="cuda") for i in range(3)]
-    ahead = Ahead(model, lambda: steps)  # type: ignore[arg-type]
+    early = EarlyFetch(model, lambda: steps)  # type: ignore[arg-type]
     x = torch.ones(2, device="cuda")
     for _ in range(3):
         model(x)
         reads: list[int] = []
         patch = pytest.MonkeyPatch()
-        patch.setattr("gradzip.hooks.ahead.fetch", lambda numbers, reads=reads: reads.append(1) or fetch(numbers))
-        assert ahead.read(steps) == [float(step) for step in steps]
-        assert ahead.read(steps[1:2]) == [float(steps[1])]
+        patch.setattr("gradzip.hooks.early_fetch.fetch", lambda numbers, reads=reads: reads.append(1) or fetch(numbers))
+        assert early.read(steps) == [float(step) for step in steps]
+        assert early.read(steps[1:2]) == [float(steps[1])]
         assert not reads
         torch._foreach_add_(steps, 1)
-        assert ahead.read(steps) == [float(step) for step in steps]
+        assert early.read(steps) == [float(step) for step in steps]
         assert reads
         patch.undo()

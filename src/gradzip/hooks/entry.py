@@ -28,8 +28,8 @@ from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy
 from ..sensitivity.survey import unwrap
 from . import settings
+from .disabled import Disabled
 from .handle import Handle
-from .off import Off
 from .settings import CHECK, checks_results
 
 SWITCH = "GRADZIP"  # off: attach does nothing
@@ -78,7 +78,7 @@ def attach(
     optimizers = _optimizers(optimizer)
     _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport)
     if _switched_off():
-        return Off()
+        return Disabled()
     policy = _from_environment() or policy
     if policy is None:
         policy = "gcomp" if optimizers else "gcomp:mode=lossless"

@@ -41,12 +41,12 @@ from ..sensitivity.shape import SecondMoments
 from ..sensitivity.survey import fetch
 from ..streamed import StreamedBackward
 from . import report, runners
-from .ahead import Ahead
+from .assumptions import Assumptions
 from .buckets import Buckets
 from .checkpoint import read_checkpoint, read_codecs, resume
+from .early_fetch import EarlyFetch
 from .metrics import Metrics, Writer
 from .noise import NoiseShare
-from .premises import Premises
 from .progress import Progress
 from .settings import checks_results
 from .ways import Ways, parameter_names, sparse_parameters
@@ -122,8 +122,8 @@ class Handle:
         self._progress = _progress(policy)
         self._tracer: Tracer | None = None
         self._meet(Scheme(ways, runner == runners.STREAM))
-        self._premises = Premises(optimizers, self._warn)
-        self._ahead = Ahead(model, self._numbers) if self._device.type == "cuda" else None
+        self._assumptions = Assumptions(optimizers, self._warn)
+        self._early_fetch = EarlyFetch(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now, self._look)
         if self._channel.rank == 0:
             report.say(self._ways.described(policy, self._channel.world))
@@ -282,9 +282,9 @@ class Handle:
             return
         self.on_detach()
         self.on_detach = None
-        self._premises.remove()
-        if self._ahead is not None:
-            self._ahead.remove()
+        self._assumptions.remove()
+        if self._early_fetch is not None:
+            self._early_fetch.remove()
         self._drain()
         if self._behind:
             self._warn(f"{_BEHIND}: {self.error}")
@@ -433,7 +433,7 @@ class Handle:
         self._log()
         self._say()
         self._journal.step(self._steps_here)
-        read = fetch if self._ahead is None else self._ahead.read
+        read = fetch if self._early_fetch is None else self._early_fetch.read
         held = self._scale_held()
         scale = read([held])[0] if held is not None else 1.0 if self._scaler is None else self._scaler.get_scale()
         ways = self._ways.of(self._policy, scale, read, floors=not is_alone(self._channel))
@@ -448,7 +448,7 @@ class Handle:
         begun = self._backward_on_host(
             self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins()
         )
-        self._premises.begin(active=self._scheme.graded and not begun.alone)
+        self._assumptions.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
     def _choose_runner(self, ways: Mapping[str, Way], learns: bool) -> str:
@@ -485,7 +485,7 @@ class Handle:
         begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
         then = None if observe is None else begun.show
         self._note(lambda: runner.begin(self._steps, use_shapes, self._attached.check, scale, then))
-        self._premises.begin(active=False)
+        self._assumptions.begin(active=False)
         return begun
 
     def _learning_rates(self) -> list[float]:
@@ -609,10 +609,10 @@ class Handle:
             self._steps_here += 1
             self._compare(ended)
             self._agreed = self._scheme if ended.plain else None
-            if self._premises.samples:
+            if self._assumptions.samples:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]
-                self._premises.sample(parameters, graded, ended.scale)
+                self._assumptions.sample(parameters, graded, ended.scale)
             if ended.learns and isinstance(self._policy, Adaptive):
                 self._teach(self._policy, ended)
 

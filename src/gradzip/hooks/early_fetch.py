@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..sensitivity.survey import fetch
 
 
-class Ahead:
+class EarlyFetch:
     """`wanted` names the numbers; whatever has been written to since the copy was started is read again."""
 
     def __init__(self, model: DistributedDataParallel, wanted: Callable[[], Sequence[torch.Tensor]]) -> None:

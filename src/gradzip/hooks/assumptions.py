@@ -19,7 +19,7 @@ _NEARLY = 1 + 1e-3  # a loss scale that is multiplied by its inverse gives or ta
 Settings = list[dict[str, Any]]
 
 
-class Premises:
+class Assumptions:
     """Watches the steps of all optimizers of a model."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], warn: Callable[[str], None]) -> None:

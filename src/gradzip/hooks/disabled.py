@@ -14,7 +14,7 @@ from .handle import Handle
 from .metrics import Writer
 
 
-class Off(Handle):
+class Disabled(Handle):
     """A checkpoint passes through it unchanged, so that a run with gradzip can go on from it."""
 
     def __init__(self) -> None:
