@@ -88,7 +88,7 @@ class Handle:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
-        from_device = runners.carries_from(self._device, group, transport)
+        from_device = runners.carries_from(self._device, transport)
         self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model), from_device)
         ways = self._ways.check(policy)
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
