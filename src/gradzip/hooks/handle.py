@@ -88,7 +88,7 @@ class Handle:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
-        from_device = runners.carries_from(self._device, group, transport)
+        from_device = runners.carries_from(self._device, transport)
         self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model), from_device)
         ways = self._ways.check(policy)
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
@@ -103,8 +103,18 @@ class Handle:
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
         on_streams = on_stream.reason_against(group, self._device) is None
         self._shapes = SecondMoments(optimizers, self._names, on_streams)
-        about_passes = self._channel, self._memory, self._end, self._warn, group, checks_results(), self._learns
-        self._attached = Attached(*about_passes, books=self._books, shapes=self._shapes, shapes_version=object())
+        self._attached = Attached(
+            self._channel,
+            self._memory,
+            self._end,
+            self._warn,
+            group,
+            checks_results(),
+            self._learns,
+            self._books,
+            shapes=self._shapes,
+            shapes_version=object(),
+        )
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed

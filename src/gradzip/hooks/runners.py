@@ -43,7 +43,7 @@ RUN_ON_GPUS = {"noise", "int8", "int4", "fp8", "cast", "identity"}
 LEARNS = "a policy that learns"
 
 
-def carries_from(device: torch.device, group: dist.ProcessGroup, transport: str | None) -> bool:
+def carries_from(device: torch.device, transport: str | None) -> bool:
     """Whether the host runner may carry gradients that lie there; by NCCL they go in collectives/."""
     if device.type == "cpu":
         return True
