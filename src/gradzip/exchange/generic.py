@@ -92,11 +92,12 @@ class GenericCoder(Coder):
     def encode(
         self, table: Table, owners: Sequence[int], values: Values, hop: Hop, out: Sequence[torch.Tensor]
     ) -> list[int]:
+        if hop.own:
+            streams.current().sleep()  # codecs ask the device for numbers, and backward may take long
         return [self._encode(table, owner, values, hop, room) for owner, room in zip(owners, out)]
 
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
         stream, count = streams.current(), len(table.of_owner(owner))
-        stream.sleep()  # codecs ask the device for numbers: the values are there then
         there = stream.room(room)
         writer = FrameWriter(there, count)
         for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
