@@ -417,7 +417,7 @@ void write_head(uint8_t* out, uint64_t parts, int notch, bool poisoned, uint32_t
 // Writes a body at one notch; false if it does not fit. fetch(span, work) says where the values of a span are.
 template <typename Prepare, typename Fetch>
 int64_t encode_at(const gz_noise_part* parts, const Places& places, const float* levels, int notch, uint8_t* out, uint64_t room,
-                  const Kernels* use, Prepare prepare, Fetch fetch, int* error) {
+                  const Kernels* use, const gz_noise_part* read, Prepare prepare, Fetch fetch, int* error) {
     Work& w = work();
     const uint64_t blocks = places.blocks();
     uint64_t at = places.blocks_offset();
@@ -429,6 +429,12 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
         const int count = places.count(block);
         if ((*error = prepare(block, w))) return -1;
         w.giant_count = 0;
+        w.ahead.clear();
+        if (read && block + 1 < blocks)
+            places.spans(parts, block + 1, [&](const Span& span) {
+                const int8_t* shape = parts[span.part].shape;
+                w.ahead.add(reinterpret_cast<const uint8_t*>(read[span.part].values + span.first), shape ? shape + span.first : nullptr, span.n);
+            });
         int done = 0;
         places.spans(parts, block, [&](const Span& span) {
             if (span.at > done) std::memset(w.q + done, 0, size_t(span.at - done));
@@ -465,8 +471,8 @@ void store_header(uint8_t* out, uint64_t numel, uint64_t body) {
 
 // Writes a frame at the first notch that fits.
 template <typename Prepare, typename Fetch>
-int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, uint32_t step, uint32_t digest, Prepare prepare,
-                     Fetch fetch) {
+int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, uint32_t step, uint32_t digest, const gz_noise_part* read,
+                     Prepare prepare, Fetch fetch) {
     const Places places(frame.parts, frame.count);
     const uint64_t header = frame.framed ? kHeader : 0;
     if (frame.slot < header + std::max<uint64_t>(places.blocks_offset(), kBodyHead)) return GZ_NO_ROOM;
@@ -476,7 +482,7 @@ int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, 
     frame.notch = 0;
     for (int notch = 0; notch <= kMostNotch && size < 0 && !poisoned; notch += notch < 4 ? 1 : 4) {
         int error = 0;
-        size = encode_at(frame.parts, places, levels, notch, out, room, kernels(), prepare, fetch, &error);
+        size = encode_at(frame.parts, places, levels, notch, out, room, kernels(), read, prepare, fetch, &error);
         if (error) return error;
         if (size >= 0) frame.notch = notch;
     }
@@ -736,7 +742,7 @@ int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, u
             gz_noise_frame& frame = frames[i];
             std::vector<float> levels;
             for (uint64_t p = 0; p < frame.count; p++) levels.push_back(frame.parts[p].level);
-            error[k] = encode_frame(frame, levels.data(), frame.poisoned != 0, step, digest, [](uint64_t, Work&) { return 0; },
+            error[k] = encode_frame(frame, levels.data(), frame.poisoned != 0, step, digest, frame.parts, [](uint64_t, Work&) { return 0; },
                                     [&](const Span& span, Work&) {
                                         return reinterpret_cast<const uint8_t*>(frame.parts[span.part].values + span.first);
                                     });
@@ -780,6 +786,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
     std::vector<noise::Body> bodies(term_count);
     std::vector<std::vector<float>> levels(frame->count);
     bool poisoned = false;
+    const gz_noise_part* own = nullptr;
     for (uint64_t t = 0; t < term_count; t++) {
         *failed = t;
         const gz_noise_term& term = terms[t];
@@ -787,6 +794,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
             if (!valid_parts(term.parts, frame->count) || !valid_levels(term.parts, frame->count)) return GZ_BAD_ARGUMENT;
             for (uint64_t i = 0; i < frame->count; i++)
                 if (term.parts[i].n != frame->parts[i].n) return GZ_BAD_ARGUMENT;
+            own = term.parts;
         } else {
             if (int error = bodies[t].read(term.data, term.size, term.framed != 0, places, expected)) return error;
             poisoned |= bodies[t].poisoned;
@@ -798,7 +806,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
     for (const std::vector<float>& of_part : levels) sums.push_back(level_of_sum(of_part.data(), term_count));
     const noise::Kernels* use = noise::kernels();
     const int64_t error = encode_frame(
-        *frame, sums.data(), poisoned, step, digest,
+        *frame, sums.data(), poisoned, step, digest, own,
         [&](uint64_t block, Work& w) {
             for (uint64_t t = 0; t < term_count; t++) {
                 *failed = t;

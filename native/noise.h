@@ -53,6 +53,42 @@ struct Giant {
     float q;
 };
 
+// What the block after the one at work is made of. Rounding and coding fetch it into the cache in small pieces, so that the
+// memory works all the time: the processor's own prefetching begins anew with every block.
+struct Ahead {
+    static constexpr int kMost = 64;  // ranges; further ones are not fetched
+    struct {
+        const uint8_t* x;
+        const int8_t* shape;  // NULL: none
+        int n;                // values
+    } range[kMost];
+    int count, next;
+    const uint8_t* x;
+    const int8_t* shape;
+    int left;
+
+    void clear() { count = next = left = 0; }
+    void add(const uint8_t* values, const int8_t* shapes, int n) {
+        if (count < kMost) range[count++] = {values, shapes, n};
+    }
+    // Fetches the next 64 values; called twice for each row.
+    inline void fetch() {
+        if (left <= 0) {
+            if (next == count) return;
+            x = range[next].x;
+            shape = range[next].shape;
+            left = range[next++].n;
+        }
+        for (int line = 0; line < 4; line++) __builtin_prefetch(x + 64 * line, 0, 3);
+        if (shape) {
+            __builtin_prefetch(shape, 0, 2);
+            shape += 64;
+        }
+        x += 256;
+        left -= 64;
+    }
+};
+
 // Room for one block at work; one per thread.
 struct alignas(64) Work {
     int8_t q[kBlock];               // integers; kGiant for giants
@@ -78,6 +114,7 @@ struct alignas(64) Work {
     float sum[kBlock];
     GZ_GUARD(9)
     uint8_t block[kBlockRoom];
+    Ahead ahead;
 };
 
 enum Delivery { kPut, kAdd, kDivide };

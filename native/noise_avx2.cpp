@@ -47,7 +47,7 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
             within[j] = _mm256_mullo_epi32(_mm256_xor_si256(number, _mm256_set1_epi32(int(folded & 31))), _mm256_set1_epi32(int(kMix)));
         }
         for (; i < whole; i += 32) {
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 64 == 0) work.ahead.fetch();
             const __m256i group = _mm256_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
             __m256i q[4];
             for (int j = 0; j < 4; j++) {

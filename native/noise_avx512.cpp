@@ -59,7 +59,7 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
             within[j] = _mm512_mullo_epi32(_mm512_xor_si512(number[j], _mm512_set1_epi32(int(folded & 31))), _mm512_set1_epi32(int(kMix)));
         for (; i < whole; i += 32) {
             const __m512i group = _mm512_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 128 == 0) work.ahead.fetch();
             __m512i q[2];
             for (int j = 0; j < 2; j++) {
                 const __m512 by = kShaped ? look_up_shape(how.shape + i + 16 * j, scales) : scale;
@@ -165,6 +165,7 @@ void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work
         const __m512i a = look_up(low, row, upper), b = look_up(high, row, upper);
         writers[0].push(_mm512_unpacklo_epi8(a, b));
         writers[1].push(_mm512_unpackhi_epi8(a, b));
+        work.ahead.fetch();
     }
     for (int j = 0; j < 2; j++) {
         _mm512_store_si512(end[j], writers[j].to);

@@ -71,7 +71,7 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
         for (uint32_t j = 0; j < 8; j++)
             within[j] = vmulq_u32(veorq_u32(vaddq_u32(vld1q_u32(numbers), vdupq_n_u32(4 * j)), vdupq_n_u32(folded & 31)), vdupq_n_u32(kMix));
         for (; i < whole; i += 32) {
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 64 == 0) work.ahead.fetch();
             const uint32x4_t group = vdupq_n_u32((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix);
             float32x4_t nan = vdupq_n_f32(0);
             int8x16_t bytes[2];
