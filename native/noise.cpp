@@ -154,15 +154,6 @@ int class_of(uint64_t total, uint64_t count) {
     return number;
 }
 
-void put_lists(Work& w, int rows, const int8_t* h_of, uint8_t*& to, const std::vector<float>& giants) {
-    for (int g = 0; g < 2 * rows; g++)
-        for (uint64_t left = w.escaped[g]; left; left &= left - 1) *to++ = uint8_t(h_of[64 * g + __builtin_ctzll(left)]);
-    for (float q : giants) {
-        store32(to, q != q ? kNaN : as_bits(q));
-        to += 4;
-    }
-}
-
 // Head, lengths and lanes around mask and planes, which are in place already. Returns where the lists go.
 uint8_t* put_lanes(Work& w, uint8_t* block, int number, bool masked, uint8_t* planes_end) {
     int least = w.length[0], most = least;
@@ -207,7 +198,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         store64(planes, coded);
         planes += 8;
     }
-    uint8_t* to;
+    int escapes = 0;
     if (!wide) {
         const int8_t* q = w.q;
         if (masked) {
@@ -218,18 +209,9 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         }
         const int low = low_bits(number);
         const Table& code = table(table_of(number));
-        const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
+        escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escapes);
         use->encode_lanes(w.pairs, rows, code, w);
-        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
-        if (escapes) {
-            const int half = 1 << low >> 1;
-            for (int g = 0; g < 2 * rows; g++)
-                for (uint64_t left = w.escaped[g]; left; left &= left - 1) {
-                    const int v = q[64 * g + __builtin_ctzll(left)];
-                    *to++ = uint8_t(v == kGiant ? kGiant : (v + half) >> low);
-                }
-            for (int i = 0; i < w.giant_count; i++, to += 4) store32(to, w.giants[i].q != w.giants[i].q ? kNaN : as_bits(w.giants[i].q));
-        }
+        planes += rows * low * (kRow / 8);
     } else {
         fill_wide();
         std::fill(w.wide + count, w.wide + total * kRow, 0.0f);
@@ -247,8 +229,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         number = std::max(kWide, class_of(magnitudes, uint64_t(rows) * kRow));
         const int low = low_bits(number), half = 1 << low >> 1, reach = kReaches[table_of(number)];
         std::memset(planes, 0, size_t(rows * low * (kRow / 8)));
-        std::memset(w.escaped, 0, sizeof w.escaped);
-        std::vector<float> giants;
+        w.giant_count = 0;
         for (int i = 0; i < rows * kRow; i++) {
             const float f = w.wide[i];
             int v = std::fabs(f) <= float(kWideMost) ? int(f) : kWideMost + 1;  // a first guess at what is no giant
@@ -256,7 +237,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
             const bool giant = !(std::fabs(f) <= float(kWideMost) && h >= -127 && h <= 127);
             if (giant) {
                 h = kGiant;
-                giants.push_back(f);
+                w.giants[w.giant_count++] = {i, f};
             } else {
                 const int lows = (v + half) & ((1 << low) - 1);
                 uint8_t* row = planes + i / kRow * low * (kRow / 8) + i % kRow / 8;
@@ -264,14 +245,16 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
             }
             const bool out = h < -reach || h > reach;
             const int digit = out ? kEscape : h + reach;
-            if (out) w.escaped[i / 64] |= uint64_t(1) << i % 64;
+            if (out) w.escapes[escapes++] = uint8_t(h);
             w.pairs[i / 2] = uint8_t(i % 2 ? w.pairs[i / 2] | digit << 4 : digit);
-            w.used[i] = int8_t(h);
         }
         use->encode_lanes(w.pairs, rows, table(table_of(number)), w);
-        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
-        put_lists(w, rows, w.used, to, giants);
+        planes += rows * low * (kRow / 8);
     }
+    uint8_t* to = put_lanes(w, block, number, masked, planes);
+    std::memcpy(to, w.escapes, size_t(escapes));
+    to += escapes;
+    for (int i = 0; i < w.giant_count; i++, to += 4) store32(to, w.giants[i].q != w.giants[i].q ? kNaN : as_bits(w.giants[i].q));
     int size = int(to - block);
     if (size >= kBlockHead + 4 * count) {
         fill_wide();

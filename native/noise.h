@@ -102,6 +102,8 @@ struct alignas(64) Work {
     uint16_t entries[kBlock / 2];
     GZ_GUARD(4)
     uint64_t escaped[kBlock / 64];  // a bit for each value of the coded rows
+    GZ_GUARD(11)
+    uint8_t escapes[kBlock + 64];   // their list; stores run over its end
     GZ_GUARD(5)
     uint8_t lanes[kLanes][kLaneRoom];
     int length[kLanes];
@@ -149,8 +151,8 @@ struct Kernels {
     void (*round)(const uint8_t* x, int n, const Rounding& how, int at, Work& work);
     // The sum of magnitudes of whole rows, and which rows are not all 0.
     uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
-    // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
-    bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
+    // Digits in pairs, planes of low bits, and the list of escapes, whose length is returned.
+    int (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes);
     void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used. Delivers some of `behind` meanwhile.
     void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits,

@@ -86,11 +86,11 @@ uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
 }
 
 template <int kLow>
-bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const __m256i add = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
     const __m256i most = _mm256_set1_epi8(char(((2 * reach + 1) << kLow) - 1));
     const __m256i weights = _mm256_set1_epi16(0x1001);  // first digit + 16 * second
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         __m256i words[2];
         uint64_t mask = 0;
@@ -108,10 +108,9 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
                         uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(lows, 7 - b))));
         }
         store256(pairs + 32 * g, _mm256_permute4x64_epi64(_mm256_packus_epi16(words[0], words[1]), 0xd8));
-        escaped[g] = mask;
-        any |= mask;
+        list = put_escapes(q + 64 * g, mask, kLow, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 template <int kLow>

@@ -123,10 +123,10 @@ inline uint64_t mask_of(const uint8x16_t* bytes) {
 }
 
 template <int kLow>
-bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const uint8x16_t add = vdupq_n_u8(uint8_t((1 << kLow >> 1) + (reach << kLow)));
     const uint8x16_t most = vdupq_n_u8(uint8_t(((2 * reach + 1) << kLow) - 1));
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         uint8x16_t digit[4], out[4], lows[4];
         for (int j = 0; j < 4; j++) {
@@ -143,10 +143,9 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
             for (int j = 0; j < 4; j++) set[j] = vtstq_u8(lows[j], vdupq_n_u8(uint8_t(1 << b)));
             store64(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8, mask_of(set));
         }
-        escaped[g] = mask_of(out);
-        any |= escaped[g];
+        list = put_escapes(q + 64 * g, mask_of(out), kLow, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 template <int kLow>

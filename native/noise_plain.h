@@ -97,9 +97,18 @@ inline uint64_t plane_of(const uint8_t* bytes, int bit) {
     return plane;
 }
 
-inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+// Appends escapes among 64 integers to their list; returns its end.
+inline uint8_t* put_escapes(const int8_t* q, uint64_t escaped, int low, uint8_t* list) {
+    for (; escaped; escaped &= escaped - 1) {
+        const int v = q[__builtin_ctzll(escaped)];
+        *list++ = uint8_t(v == kGiant ? kGiant : (v + (1 << low >> 1)) >> low);
+    }
+    return list;
+}
+
+inline int pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const int add = (1 << low >> 1) + (reach << low), most = ((2 * reach + 1) << low) - 1;
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         uint8_t lows[64], digit[64], out[64];
         for (int i = 0; i < 64; i++) {
@@ -110,10 +119,9 @@ inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* p
         }
         for (int i = 0; i < 32; i++) pairs[32 * g + i] = uint8_t(digit[2 * i] | digit[2 * i + 1] << 4);
         for (int b = 0; b < low; b++) store64(planes + (g / 2 * low + b) * 16 + g % 2 * 8, plane_of(lows, b));
-        escaped[g] = plane_of(out, 0);
-        any |= escaped[g];
+        list = put_escapes(q + 64 * g, plane_of(out, 0), low, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 // N lanes at once, so that their latencies overlap.

@@ -7,12 +7,12 @@ void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
     else round_by<false>(x, n, how, at, work);
 }
 
-bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     switch (low) {
-        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
-        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
-        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
-        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
+        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escapes);
+        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escapes);
+        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escapes);
+        default: return pack_by<3>(q, rows, reach, pairs, planes, escapes);
     }
 }
 
