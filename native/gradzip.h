@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 7
+#define GZ_VERSION 8
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -184,9 +184,12 @@ typedef struct {
 GZ_API int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, uint32_t digest, int32_t threads);
 
 // Reads a frame, or a body, into the values of its parts, divided by `divisor`; or adds it to them. A frame may be
-// shorter than `size`, a body must not. expected: NULL if any step and program will do. Returns 0.
+// shorter than `size`, a body must not. expected: NULL if any step and program will do. squares, unless it is NULL or the
+// frame is added, becomes the sum of the squares of what was written, without its last rounding; NaN if a value is not
+// finite. Returns 0.
 GZ_API int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, const gz_noise_id* expected,
-                               const gz_noise_part* parts, uint64_t count, int32_t add, uint32_t divisor, int32_t threads);
+                               const gz_noise_part* parts, uint64_t count, int32_t add, uint32_t divisor, double* squares,
+                               int32_t threads);
 
 // What one rank has of some parts: a frame, or its own values, which count as they are.
 typedef struct {

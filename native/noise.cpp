@@ -530,9 +530,14 @@ struct Body {
 };
 
 void deliver_one(float q, const Target& target, int i) {
-    float value = q * target.level;
-    if (target.shape) value *= as_float(uint32_t(127 + target.shape[i]) << 23);
+    const float power = target.shape ? as_float(uint32_t(127 + target.shape[i]) << 23) : 1.0f;
+    float value = q * target.level * power;
     if (value != value) value = as_float(kNaN);
+    if (target.squares) {
+        if (std::fabs(q) <= float(kNarrowMost)) target.squares->lane[i % 32] += q * power * (q * power);
+        else target.squares->large += double(q) * double(power) * (double(q) * double(power));
+        target.squares->finite &= std::isfinite(value);
+    }
     if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
@@ -543,6 +548,17 @@ void deliver_constant(float value, const Target& target, int n) {
     for (int i = 0; i < n; i++) put_value(target.out, i, target.delivery == kAdd ? value_at<float>(target.out, i) + value : value);
 }
 
+// Adds the squares of a part that is delivered to those of its block.
+void add_squares(const Target& target, double* sum) {
+    if (!target.squares) return;
+    double lane[32];
+    std::copy(target.squares->lane, target.squares->lane + 32, lane);
+    for (int half = 16; half; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] += lane[j + half];
+    *sum += (lane[0] + target.squares->large) * (double(target.level) * double(target.level));
+    if (!target.squares->finite) *sum = double(as_float(kNaN));
+}
+
 // What is still to be delivered of the block before.
 void finish(Behind& behind, const Kernels* use) {
     if (!behind.q) return;
@@ -550,6 +566,7 @@ void finish(Behind& behind, const Kernels* use) {
     target.out += 4 * behind.done;
     if (target.shape) target.shape += behind.done;
     use->deliver(behind.q + behind.done, kBlock - behind.done, target);
+    add_squares(target, behind.sum);
     behind = {};
 }
 
@@ -567,10 +584,11 @@ struct Decoding {
 };
 
 // One block into the places of its values; to(span) says where those of a span are. A block that goes to one place may be
-// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns.
+// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns. The squares of the integers
+// times 2^d times level are added to *sum, if it is not NULL; NaN if a value is not finite.
 template <typename To>
 int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, const Decoding& how, const Kernels* use,
-              Behind* behind, To to) {
+              Behind* behind, double* sum, To to) {
     Work& w = work();
     Block form{kZeros, 0};
     Behind none{}, &before = behind ? *behind : none;
@@ -597,25 +615,30 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
         const gz_noise_part& part = parts[span.part];
         const float nominal = body.levels[span.part];
         const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), how.delivery,
-                            how.factor, how.divisor, how.stream};
+                            how.factor, how.divisor, how.stream, sum ? &w.squares : nullptr};
+        if (sum) w.squares = {{}, 0, nominal == nominal};
         while (giant < w.giant_count && w.giants[giant].at < span.at) giant++;  // in a gap
-        if (nominal != nominal) return deliver_constant(as_float(kNaN), target, span.n);
+        if (nominal != nominal) {
+            deliver_constant(as_float(kNaN), target, span.n);
+            return add_squares(target, sum);
+        }
         if (nominal == 0) return deliver_constant(0.0f, target, span.n);
         if (form.form == kFloats) {
             for (int i = 0; i < span.n; i++) deliver_one(w.wide[span.at + i], target, i);
-            return;
+            return add_squares(target, sum);
         }
         if (form.form == kZeros && how.delivery != kAdd) {
             std::memset(target.out, 0, size_t(span.n) * 4);
             return;
         }
         if (behind && span.n == kBlock && how.delivery == kPut && !w.giant_count) {
-            *behind = {q, target, 0};
+            *behind = {q, target, 0, sum};
             return;
         }
         use->deliver(q + span.at, span.n, target);
         for (; giant < w.giant_count && w.giants[giant].at < span.at + span.n; giant++)
             deliver_one(w.giants[giant].q, target, w.giants[giant].at - span.at);
+        add_squares(target, sum);
     });
     return 0;
 }
@@ -737,8 +760,8 @@ int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, u
 }
 
 int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, const gz_noise_id* expected, const gz_noise_part* parts,
-                        uint64_t count, int32_t add, uint32_t divisor, int32_t threads) {
-    if (!valid_parts(parts, count) || (add && divisor != 1) || !divisor) return GZ_BAD_ARGUMENT;
+                        uint64_t count, int32_t add, uint32_t divisor, double* squares, int32_t threads) {
+    if (!valid_parts(parts, count) || (add && (divisor != 1 || squares)) || !divisor) return GZ_BAD_ARGUMENT;
     const Places places(parts, count);
     noise::Body body;
     if (int error = body.read(frame, size, framed != 0, places, expected)) return error;
@@ -746,18 +769,24 @@ int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, con
     const Decoding how = add ? Decoding::adding() : Decoding::by(divisor, stream);
     const std::vector<uint64_t> bounds = shares(places.blocks(), threads);
     std::vector<int> error(bounds.size() - 1, 0);
+    std::vector<double> sums(squares ? places.blocks() : 0);
     const noise::Kernels* use = noise::kernels();
     run_parts(bounds.size() - 1, [&](size_t k) {
         FloatMode mode;
         Behind behind{};
         for (uint64_t block = bounds[k]; block < bounds[k + 1] && !error[k]; block++)
-            error[k] = decode_to(body, parts, places, block, how, use, &behind, [&](const Span& span) {
+            error[k] = decode_to(body, parts, places, block, how, use, &behind, squares ? &sums[block] : nullptr, [&](const Span& span) {
                 return reinterpret_cast<uint8_t*>(parts[span.part].values + span.first);
             });
         finish(behind, use);
     });
     for (int e : error)
         if (e) return e;
+    if (squares) {
+        double total = 0;
+        for (double sum : sums) total += sum;
+        *squares = total / (double(divisor) * double(divisor));
+    }
     return 0;
 }
 
@@ -796,7 +825,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
                 auto to = [&](const Span& span) { return reinterpret_cast<uint8_t*>(w.sum + span.at); };
                 if (!terms[t].parts) {
                     const Decoding how = t ? Decoding::adding() : Decoding::by(1, false);
-                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, to)) return e;
+                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, nullptr, to)) return e;
                     continue;
                 }
                 places.spans(frame->parts, block, [&](const Span& span) {

@@ -89,6 +89,14 @@ struct Ahead {
     }
 };
 
+// The sum of (q 2^d)^2 over some values, for those who want to know how large the decoded ones are. Squares of up to 119 are
+// exact, so that only the order of a lane's terms counts: value i of a part in a block belongs to lane i % 32.
+struct alignas(64) Squares {
+    float lane[32];
+    double large;  // of integers above 119, in their order
+    bool finite;   // whether all decoded values are
+};
+
 // Room for one block at work; one per thread.
 struct alignas(64) Work {
     int8_t q[kBlock];               // integers; kGiant for giants
@@ -117,6 +125,7 @@ struct alignas(64) Work {
     GZ_GUARD(9)
     uint8_t block[kBlockRoom];
     Ahead ahead;
+    Squares squares;
 };
 
 enum Delivery { kPut, kAdd, kDivide };
@@ -130,6 +139,7 @@ struct Target {
     float factor;           // what kPut multiplies by: 1, or 1 / divisor where that is a power of two
     float divisor;          // what kDivide divides by
     bool stream;            // bypass the cache
+    Squares* squares;       // NULL: nobody asks
 };
 
 // A block whose integers are all there, and whose delivery fills the time in which the lanes of the next one are decoded:
@@ -138,6 +148,7 @@ struct Behind {
     const int8_t* q;  // kBlock of them; NULL: there is none
     Target target;    // with kPut
     int done;         // values that are delivered
+    double* sum;      // of squares, of its block
 };
 
 // The functions that exist once per instruction set.

@@ -140,25 +140,36 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, a register at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const __m256 level, factor, divisor;
+    const __m256 scale, divisor;
     const int8_t* const shape;
     float* const out;
     const bool stream;
+    Squares* const squares;
+    __m256 sum[4];
     explicit Delivering(const Target& t)
-        : level(_mm256_set1_ps(t.level)), factor(_mm256_set1_ps(t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape),
-          out(reinterpret_cast<float*>(t.out)), stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0) {}
+        : scale(_mm256_set1_ps(t.level * t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0), squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 4; j++) sum[j] = _mm256_load_ps(squares->lane + 8 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 4; j++) _mm256_store_ps(squares->lane + 8 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
-            __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
-            v = _mm256_mul_ps(v, level);
-            if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), shape + at + i, 1));
-            if (kTo == kPut) v = _mm256_mul_ps(v, factor);
+            const __m256 integer = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
+            __m256 v = _mm256_mul_ps(integer, kShaped ? times_power(scale, shape + at + i, 1) : scale);
+            if (kSquares) {
+                const __m256 u = kShaped ? _mm256_mul_ps(integer, times_power(_mm256_set1_ps(1), shape + at + i, 1)) : integer;
+                sum[i / 8 % 4] = _mm256_fmadd_ps(u, u, sum[i / 8 % 4]);
+            }
             if (kTo == kAdd) v = _mm256_add_ps(_mm256_loadu_ps(out + at + i), v);
             if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
             if (stream) _mm256_stream_ps(out + at + i, v);
@@ -166,14 +177,6 @@ struct Delivering {
         }
     }
 };
-
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
 
 #include "noise_vectors.h"
 

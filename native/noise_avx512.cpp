@@ -194,26 +194,39 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, a register at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const __m512 level, factor, divisor, power;
+    const __m512 scale, divisor, power, scales;
     const int8_t* const shape;
     float* const out;
     const bool stream;
+    Squares* const squares;
+    __m512 sum[2];
     explicit Delivering(const Target& t)
-        : level(_mm512_set1_ps(t.level)), factor(_mm512_set1_ps(t.factor)), divisor(_mm512_set1_ps(t.divisor)), power(_mm512_load_ps(kPowers)),
-          shape(t.shape), out(reinterpret_cast<float*>(t.out)),
-          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 64 == 0) {}
+        : scale(_mm512_set1_ps(t.level * t.factor)), divisor(_mm512_set1_ps(t.divisor)), power(_mm512_load_ps(kPowers)),
+          scales(_mm512_mul_ps(scale, power)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 64 == 0), squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 2; j++) sum[j] = _mm512_load_ps(squares->lane + 16 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 2; j++) _mm512_store_ps(squares->lane + 16 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 16) {
-            __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
-            v = _mm512_mul_ps(v, level);
-            if (kShaped) v = _mm512_mul_ps(v, look_up_shape(shape + at + i, power));
-            if (kTo == kPut) v = _mm512_mul_ps(v, factor);
+            const __m512 integer = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
+            __m512i d = _mm512_setzero_si512();
+            if (kShaped) d = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape + at + i)));
+            __m512 v = _mm512_mul_ps(integer, kShaped ? _mm512_permutexvar_ps(d, scales) : scale);
+            if (kSquares) {
+                const __m512 u = kShaped ? _mm512_mul_ps(integer, _mm512_permutexvar_ps(d, power)) : integer;
+                sum[i / 16 % 2] = _mm512_fmadd_ps(u, u, sum[i / 16 % 2]);
+            }
             if (kTo == kAdd) v = _mm512_add_ps(_mm512_loadu_ps(out + at + i), v);
             if (kTo == kDivide) v = _mm512_div_ps(v, divisor);
             if (stream) _mm512_stream_ps(out + at + i, v);
@@ -221,14 +234,6 @@ struct Delivering {
         }
     }
 };
-
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 16 <= n; i += 16) delivering.template some<16>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
 
 #include "noise_vectors.h"
 

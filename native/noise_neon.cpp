@@ -179,43 +179,48 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, eight at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const float32x4_t level, factor, divisor;
+    const float32x4_t scale, divisor;
     const int8_t* const shape;
     float* const out;
+    Squares* const squares;
+    float32x4_t sum[8];
     explicit Delivering(const Target& t)
-        : level(vdupq_n_f32(t.level)), factor(vdupq_n_f32(t.factor)), divisor(vdupq_n_f32(t.divisor)), shape(t.shape),
-          out(reinterpret_cast<float*>(t.out)) {}
+        : scale(vdupq_n_f32(t.level * t.factor)), divisor(vdupq_n_f32(t.divisor)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 8; j++) sum[j] = vld1q_f32(squares->lane + 4 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 8; j++) vst1q_f32(squares->lane + 4 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
             const int16x8_t wide = vmovl_s8(vld1_s8(q + i));
-            float32x4_t v[2] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))}, power[2];
-            if (kShaped) times_power(vdupq_n_f32(1), shape + at + i, 1, power);
+            const float32x4_t integer[2] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))};
+            float32x4_t by[2] = {scale, scale}, power[2];
+            if (kShaped) times_power(scale, shape + at + i, 1, by);
+            if (kShaped && kSquares) times_power(vdupq_n_f32(1), shape + at + i, 1, power);
             for (int j = 0; j < 2; j++) {
                 float* to = out + at + i + 4 * j;
-                v[j] = vmulq_f32(v[j], level);
-                if (kShaped) v[j] = vmulq_f32(v[j], power[j]);
-                if (kTo == kPut) v[j] = vmulq_f32(v[j], factor);
-                if (kTo == kAdd) v[j] = vaddq_f32(vld1q_f32(to), v[j]);
-                if (kTo == kDivide) v[j] = vdivq_f32(v[j], divisor);
-                vst1q_f32(to, v[j]);
+                float32x4_t v = vmulq_f32(integer[j], by[j]);
+                if (kSquares) {
+                    const float32x4_t u = kShaped ? vmulq_f32(integer[j], power[j]) : integer[j];
+                    sum[(i / 4 + j) % 8] = vfmaq_f32(sum[(i / 4 + j) % 8], u, u);
+                }
+                if (kTo == kAdd) v = vaddq_f32(vld1q_f32(to), v);
+                if (kTo == kDivide) v = vdivq_f32(v, divisor);
+                vst1q_f32(to, v);
             }
         }
     }
 };
-
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
 
 #include "noise_vectors.h"
 

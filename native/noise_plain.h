@@ -219,11 +219,17 @@ inline void deliver_one(float value, const Target& target, int i) {
 
 inline void deliver_plain(const int8_t* q, int from, int n, const Target& target) {
     for (int i = from; i < n; i++) {
-        float value = float(q[i]) * target.level;
-        if (target.shape) value *= power_of_two(target.shape[i]);
+        const float power = target.shape ? power_of_two(target.shape[i]) : 1.0f, value = float(q[i]) * target.level * power;
+        if (target.squares) {
+            target.squares->lane[i % 32] += float(q[i]) * power * (float(q[i]) * power);
+            target.squares->finite &= std::isfinite(value);
+        }
         deliver_one(value, target, i);
     }
 }
+
+// Where q times level times 2^d times factor may be one product: all powers of two in it are exact, and nothing overflows.
+inline bool in_one_product(const Target& t) { return t.level * t.factor > 0x1p-100f && t.level < 0x1p100f; }
 
 inline void accumulate_plain(const uint8_t* x, int n, float* sum) {
     int i = 0;

@@ -83,7 +83,7 @@ def _declare() -> None:
     signatures = {
         "gz_noise_statistics_of": [pointer, u64, pointer, i32],
         "gz_noise_encode": [pointer, u64, u32, u32, i32],
-        "gz_noise_decode": [pointer, u64, i32, pointer, pointer, u64, i32, u32, i32],
+        "gz_noise_decode": [pointer, u64, i32, pointer, pointer, u64, i32, u32, pointer, i32],
         "gz_noise_reduce": [pointer, u64, pointer, pointer, u32, u32, pointer],
     }
     for name, arguments in signatures.items():
@@ -131,7 +131,7 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
     """Reads a body into the values of its parts, divided by `divisor`; or adds it to them."""
     _checked(
         _library.gz_noise_decode(
-            body.data_ptr(), body.numel(), False, None, _parts(parts), len(parts), add, divisor, native.threads()
+            body.data_ptr(), body.numel(), False, None, _parts(parts), len(parts), add, divisor, None, native.threads()
         )
     )
 
@@ -145,12 +145,29 @@ def decode_frame(
     slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, add: bool = False, divisor: int = 1
 ) -> None:
     """Reads the frame in a slot into the values of its parts, divided by `divisor`; or adds it to them."""
+    _decode_frame(slot, parts, step, digest, add, divisor, None)
+
+
+def decode_means(slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, divisor: int) -> float:
+    """`decode_frame`, and the sum of the squares of what it has written; NaN if a value is not finite.
+
+    The last rounding of each value is left out of it, and it has the precision of float32.
+    """
+    squares = ctypes.c_double()
+    _decode_frame(slot, parts, step, digest, False, divisor, ctypes.byref(squares))
+    return squares.value
+
+
+def _decode_frame(
+    slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, add: bool, divisor: int, squares: object
+) -> None:
     expected = ctypes.byref(_id(step, digest))
     _checked(
         _library.gz_noise_decode(
-            slot.data_ptr(), slot.numel(), True, expected, _parts(parts), len(parts), add, divisor, native.threads()
+            slot.data_ptr(), slot.numel(), True, expected, _parts(parts), len(parts), add, divisor, squares,
+            native.threads(),
         )
-    )
+    )  # fmt: skip
 
 
 def reduce(terms: Sequence[torch.Tensor | Sequence[Part]], slot: Slot, step: int, digest: int) -> Written:
