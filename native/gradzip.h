@@ -204,6 +204,11 @@ typedef struct {
 GZ_API int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const gz_noise_id* expected,
                                gz_noise_frame* frame, uint32_t step, uint32_t digest, uint64_t* failed);
 
+// Of each tensor: the shape that its second moments give, n int8 from -12 to 0, and in `found` 1; or 0 where one of them is
+// negative or not finite, or all are 0. Returns 0.
+GZ_API int64_t gz_noise_shapes(const float* const* second, const uint64_t* n, int8_t* const* shape, uint8_t* found,
+                               uint64_t count, int32_t threads);
+
 // --- Block-scaled codes (docs/format.md), of int8, int4 and fp8 ---
 
 // Values of one tensor that lie in a frame one behind the other.

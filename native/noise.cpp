@@ -737,6 +737,20 @@ int64_t gz_noise_statistics_of(const gz_noise_part* parts, uint64_t count, gz_no
     return 0;
 }
 
+int64_t gz_noise_shapes(const float* const* second, const uint64_t* n, int8_t* const* shape, uint8_t* found, uint64_t count,
+                        int32_t threads) {
+    const noise::Kernels* use = noise::kernels();
+    const uint64_t shares = std::max<uint64_t>(1, std::min<uint64_t>(uint64_t(std::max(threads, 1)), count));
+    run_parts(size_t(shares), [&](size_t k) {
+        for (uint64_t i = count * k / shares; i < count * (k + 1) / shares; i++) {
+            const uint32_t largest = use->largest(second[i], n[i]);
+            found[i] = largest > 0 && largest < 0x7f800000;
+            if (found[i]) use->shape(second[i], n[i], largest, shape[i]);
+        }
+    });
+    return 0;
+}
+
 int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, uint32_t digest, int32_t threads) {
     for (uint64_t i = 0; i < count; i++)
         if (!valid_parts(frames[i].parts, frames[i].count) || !valid_levels(frames[i].parts, frames[i].count)) return GZ_BAD_ARGUMENT;

@@ -158,6 +158,9 @@ struct Kernels {
     double (*squares)(const uint8_t* x, int n);
     // The sum of 4^(d + 12) over a shape.
     uint64_t (*weights)(const int8_t* shape, uint64_t n);
+    // The bits of the largest second moment, and the shape that second moments give.
+    uint32_t (*largest)(const float* x, uint64_t n);
+    void (*shape)(const float* x, uint64_t n, uint32_t largest, int8_t* shape);
     // Integers of n values; giants are noted with `at` as the number of the first value.
     void (*round)(const uint8_t* x, int n, const Rounding& how, int at, Work& work);
     // The sum of magnitudes of whole rows, and which rows are not all 0.

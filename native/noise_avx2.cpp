@@ -184,7 +184,7 @@ struct Delivering {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
+    static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::largest_plain, avx2::shape_plain, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
                                  avx2::decode_lanes, avx2::unpack, avx2::deliver, avx2::accumulate_plain};
     return &kernels;
 }

@@ -241,7 +241,7 @@ struct Delivering {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
+    static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::largest_plain, avx512::shape_plain, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
                                  avx512::decode_lanes, avx512::unpack, avx512::deliver, avx512::accumulate_plain};
     return &kernels;
 }

@@ -228,7 +228,7 @@ struct Delivering {
 }  // namespace
 
 const Kernels* neon_kernels() {
-    static const Kernels kernels{"neon", neon::squares, neon::weights, neon::round, neon::scan, neon::pack, neon::encode_lanes_plain,
+    static const Kernels kernels{"neon", neon::squares, neon::weights, neon::largest_plain, neon::shape_plain, neon::round, neon::scan, neon::pack, neon::encode_lanes_plain,
                                  neon::decode_lanes, neon::unpack, neon::deliver, neon::accumulate_plain};
     return &kernels;
 }

@@ -66,6 +66,28 @@ inline uint64_t weights_plain(const int8_t* shape, uint64_t n) {
     return sum;
 }
 
+// The bits of the largest of n second moments: those of negative ones and NaN are above infinity's.
+inline uint32_t largest_plain(const float* x, uint64_t n) {
+    uint32_t most = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+// Half the exponent of each second moment, less that of the largest one.
+inline void shape_plain(const float* x, uint64_t n, uint32_t largest, int8_t* shape) {
+    const int top = int(largest >> 24);
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        const int d = int(bits >> 24) - top;
+        shape[i] = int8_t(d < -12 ? -12 : d);
+    }
+}
+
 inline void round_plain(const uint8_t* x, int from, int n, const Rounding& how, int at, Work& work) {
     for (int i = from; i < n; i++) {
         const float q = rounded(value_at<float>(x, i), how, uint32_t(i));

@@ -82,6 +82,7 @@ def _declare() -> None:
     )  # fmt: skip
     signatures = {
         "gz_noise_statistics_of": [pointer, u64, pointer, i32],
+        "gz_noise_shapes": [pointer, pointer, pointer, pointer, u64, i32],
         "gz_noise_encode": [pointer, u64, u32, u32, i32],
         "gz_noise_decode": [pointer, u64, i32, pointer, pointer, u64, i32, u32, pointer, i32],
         "gz_noise_reduce": [pointer, u64, pointer, pointer, u32, u32, pointer],
@@ -117,6 +118,19 @@ def measure(parts: Sequence[Part]) -> Measured:
     out = np.zeros(len(parts), _STATISTICS)
     _checked(_library.gz_noise_statistics_of(_parts(parts), len(parts), out.ctypes.data, native.threads()))
     return Measured(out["squares"], out["weights"], out["finite"] != 0)
+
+
+def shapes_of(seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[bool]:
+    """Writes the shapes that flat float32 second moments give; whether each is fit for one."""
+    addresses = np.array([[x.data_ptr() for x in seconds], [out.data_ptr() for out in outs]], np.uint64)
+    counts, found = np.array([x.numel() for x in seconds], np.uint64), np.zeros(len(seconds), np.uint8)
+    _checked(
+        _library.gz_noise_shapes(
+            addresses[0].ctypes.data, counts.ctypes.data, addresses[1].ctypes.data, found.ctypes.data, len(seconds),
+            native.threads(),
+        )
+    )  # fmt: skip
+    return [bool(one) for one in found]
 
 
 def encode(

@@ -101,7 +101,7 @@ class _NoiseCoder(Coder):
             (frame,) = frames
             assert frame is not None
             squares = self._engine.decode_means(frame, parts, self._step, 0, by)
-            self._squares[table.digest, owner] = table.numel(owner), squares
+            self._squares[table.digest, owner] = int(table.columns(owner).length.sum()), squares
             self._note_levels(table, owner, frame)
         if wide is not out and targets:
             torch._foreach_copy_(targets, wide.parts(table, owner))
@@ -149,7 +149,7 @@ class _NoiseCoder(Coder):
         """The sum of their squares, from the frames that they were decoded from."""
         counts, squares = zip(*self._squares.values()) if self._squares else ((), ())
         exact = in_float32(means, fill=False) is means
-        if exact and sum(counts) == sum(tensor.numel() for tensor in means.tensors):
+        if exact and sum(counts) == self._whole.columns().length.sum():
             return math.fsum(squares)  # in whatever order frames came
         # Values of 16 bits may have become infinite in their own type.
         found = self._engine.measure(self._parts(in_float32(means), self._whole, 0, "whole"))
