@@ -693,26 +693,32 @@ double finite_squares(const uint8_t* x, int n) {
     return lane[0];
 }
 
+// The sum of the squares of the finite values of a block; notes whether all are finite.
+double squares_of_block(const gz_noise_part& part, uint64_t number, const Kernels* use, int* finite) {
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(part.values + number * kSumBlock);
+    const int n = int(std::min<uint64_t>(kSumBlock, part.n - number * kSumBlock));
+    const double sum = use->squares(x, n);
+    if (std::isfinite(sum)) return sum;
+    *finite = 0;
+    return finite_squares(x, n);
+}
+
 void statistics_of(const gz_noise_part& part, gz_noise_statistics* out, int threads, const Kernels* use) {
     const uint64_t blocks = (part.n + kSumBlock - 1) / kSumBlock;
-    std::vector<double> sums(blocks);
-    const std::vector<uint64_t> bounds = shares(blocks, threads);
-    std::vector<int> finite(bounds.size() - 1, 1);
-    const uint8_t* values = reinterpret_cast<const uint8_t*>(part.values);
-    run_parts(bounds.size() - 1, [&](size_t k) {
-        FloatMode mode;
-        for (uint64_t i = bounds[k]; i < bounds[k + 1]; i++) {
-            const uint8_t* x = values + 4 * i * kSumBlock;
-            const int n = int(std::min<uint64_t>(kSumBlock, part.n - i * kSumBlock));
-            sums[i] = use->squares(x, n);
-            if (!std::isfinite(sums[i])) {
-                finite[k] = 0;
-                sums[i] = finite_squares(x, n);
-            }
-        }
-    });
-    out->squares = ordered_sum(std::move(sums));
-    out->finite = std::all_of(finite.begin(), finite.end(), [](int f) { return f != 0; });
+    out->finite = 1;
+    if (blocks == 1) {  // models have many of these, and what follows takes as long as they do
+        out->squares = squares_of_block(part, 0, use, &out->finite);
+    } else {
+        std::vector<double> sums(blocks);
+        const std::vector<uint64_t> bounds = shares(blocks, threads);
+        std::vector<int> finite(bounds.size() - 1, 1);
+        run_parts(bounds.size() - 1, [&](size_t k) {
+            FloatMode mode;
+            for (uint64_t i = bounds[k]; i < bounds[k + 1]; i++) sums[i] = squares_of_block(part, i, use, &finite[k]);
+        });
+        out->squares = ordered_sum(std::move(sums));
+        for (int all : finite) out->finite &= all;
+    }
     out->weights = part.shape ? int64_t(use->weights(part.shape, part.n)) : int64_t(part.n) << 24;
 }
 
