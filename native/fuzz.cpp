@@ -255,14 +255,17 @@ std::vector<uint8_t> encode_noise(const NoiseCase& c, size_t slot) {
 void check_noise(const NoiseCase& c, const std::vector<uint8_t>& frame, bool add, bool sum, bool intact, Tally* tally) {
     static const std::vector<std::string> names = isas();
     Decoded first{}, first_sum{};
+    double first_squares = 0;
     for (const std::string& isa : names) {
         gz_set_isa(isa.c_str());
         NoiseParts to(c);
         Buffer in(frame, c.offset);
-        int64_t code = gz_noise_decode(in.data, in.size, 1, &c.id, to.part.data(), to.part.size(), add, add ? 1 : 3, 1);
+        double squares = 0;
+        int64_t code = gz_noise_decode(in.data, in.size, 1, &c.id, to.part.data(), to.part.size(), add, add ? 1 : 3, add ? nullptr : &squares, 1);
         if (intact && code) fail("a valid frame is refused", c, isa, code);
         Decoded here{code, code ? std::vector<uint8_t>() : add ? without_payloads(to.all()) : to.all()};
-        if (isa == names[0]) first = here;
+        if (isa == names[0]) first = here, first_squares = squares;
+        if (squares != first_squares && (squares == squares || first_squares == first_squares)) fail("sums of squares differ", c, isa);
         if (here.code != first.code) fail("one instruction set accepts what another refuses", c, isa, here.code, first.code);
         if (here.values != first.values) fail("decoded values differ", c, isa);
         if (!sum) continue;

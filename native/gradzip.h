@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 7
+#define GZ_VERSION 8
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -184,9 +184,12 @@ typedef struct {
 GZ_API int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, uint32_t digest, int32_t threads);
 
 // Reads a frame, or a body, into the values of its parts, divided by `divisor`; or adds it to them. A frame may be
-// shorter than `size`, a body must not. expected: NULL if any step and program will do. Returns 0.
+// shorter than `size`, a body must not. expected: NULL if any step and program will do. squares, unless it is NULL or the
+// frame is added, becomes the sum of the squares of what was written, without its last rounding; NaN if a value is not
+// finite. Returns 0.
 GZ_API int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, const gz_noise_id* expected,
-                               const gz_noise_part* parts, uint64_t count, int32_t add, uint32_t divisor, int32_t threads);
+                               const gz_noise_part* parts, uint64_t count, int32_t add, uint32_t divisor, double* squares,
+                               int32_t threads);
 
 // What one rank has of some parts: a frame, or its own values, which count as they are.
 typedef struct {
@@ -200,6 +203,11 @@ typedef struct {
 // only n, shape, start, key and offset count. Returns 0, or an error and in *failed the number of the term at fault.
 GZ_API int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const gz_noise_id* expected,
                                gz_noise_frame* frame, uint32_t step, uint32_t digest, uint64_t* failed);
+
+// Of each tensor: the shape that its second moments give, n int8 from -12 to 0, and in `found` 1; or 0 where one of them is
+// negative or not finite, or all are 0. Returns 0.
+GZ_API int64_t gz_noise_shapes(const float* const* second, const uint64_t* n, int8_t* const* shape, uint8_t* found,
+                               uint64_t count, int32_t threads);
 
 // --- Block-scaled codes (docs/format.md), of int8, int4 and fp8 ---
 

@@ -154,15 +154,6 @@ int class_of(uint64_t total, uint64_t count) {
     return number;
 }
 
-void put_lists(Work& w, int rows, const int8_t* h_of, uint8_t*& to, const std::vector<float>& giants) {
-    for (int g = 0; g < 2 * rows; g++)
-        for (uint64_t left = w.escaped[g]; left; left &= left - 1) *to++ = uint8_t(h_of[64 * g + __builtin_ctzll(left)]);
-    for (float q : giants) {
-        store32(to, q != q ? kNaN : as_bits(q));
-        to += 4;
-    }
-}
-
 // Head, lengths and lanes around mask and planes, which are in place already. Returns where the lists go.
 uint8_t* put_lanes(Work& w, uint8_t* block, int number, bool masked, uint8_t* planes_end) {
     int least = w.length[0], most = least;
@@ -207,7 +198,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         store64(planes, coded);
         planes += 8;
     }
-    uint8_t* to;
+    int escapes = 0;
     if (!wide) {
         const int8_t* q = w.q;
         if (masked) {
@@ -218,18 +209,9 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         }
         const int low = low_bits(number);
         const Table& code = table(table_of(number));
-        const bool escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escaped);
+        escapes = use->pack(q, rows, low, kReaches[table_of(number)], w.pairs, planes, w.escapes);
         use->encode_lanes(w.pairs, rows, code, w);
-        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
-        if (escapes) {
-            const int half = 1 << low >> 1;
-            for (int g = 0; g < 2 * rows; g++)
-                for (uint64_t left = w.escaped[g]; left; left &= left - 1) {
-                    const int v = q[64 * g + __builtin_ctzll(left)];
-                    *to++ = uint8_t(v == kGiant ? kGiant : (v + half) >> low);
-                }
-            for (int i = 0; i < w.giant_count; i++, to += 4) store32(to, w.giants[i].q != w.giants[i].q ? kNaN : as_bits(w.giants[i].q));
-        }
+        planes += rows * low * (kRow / 8);
     } else {
         fill_wide();
         std::fill(w.wide + count, w.wide + total * kRow, 0.0f);
@@ -247,8 +229,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
         number = std::max(kWide, class_of(magnitudes, uint64_t(rows) * kRow));
         const int low = low_bits(number), half = 1 << low >> 1, reach = kReaches[table_of(number)];
         std::memset(planes, 0, size_t(rows * low * (kRow / 8)));
-        std::memset(w.escaped, 0, sizeof w.escaped);
-        std::vector<float> giants;
+        w.giant_count = 0;
         for (int i = 0; i < rows * kRow; i++) {
             const float f = w.wide[i];
             int v = std::fabs(f) <= float(kWideMost) ? int(f) : kWideMost + 1;  // a first guess at what is no giant
@@ -256,7 +237,7 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
             const bool giant = !(std::fabs(f) <= float(kWideMost) && h >= -127 && h <= 127);
             if (giant) {
                 h = kGiant;
-                giants.push_back(f);
+                w.giants[w.giant_count++] = {i, f};
             } else {
                 const int lows = (v + half) & ((1 << low) - 1);
                 uint8_t* row = planes + i / kRow * low * (kRow / 8) + i % kRow / 8;
@@ -264,14 +245,16 @@ int encode_block(Work& w, int count, const Kernels* use, uint8_t* block, FillWid
             }
             const bool out = h < -reach || h > reach;
             const int digit = out ? kEscape : h + reach;
-            if (out) w.escaped[i / 64] |= uint64_t(1) << i % 64;
+            if (out) w.escapes[escapes++] = uint8_t(h);
             w.pairs[i / 2] = uint8_t(i % 2 ? w.pairs[i / 2] | digit << 4 : digit);
-            w.used[i] = int8_t(h);
         }
         use->encode_lanes(w.pairs, rows, table(table_of(number)), w);
-        to = put_lanes(w, block, number, masked, planes + rows * low * (kRow / 8));
-        put_lists(w, rows, w.used, to, giants);
+        planes += rows * low * (kRow / 8);
     }
+    uint8_t* to = put_lanes(w, block, number, masked, planes);
+    std::memcpy(to, w.escapes, size_t(escapes));
+    to += escapes;
+    for (int i = 0; i < w.giant_count; i++, to += 4) store32(to, w.giants[i].q != w.giants[i].q ? kNaN : as_bits(w.giants[i].q));
     int size = int(to - block);
     if (size >= kBlockHead + 4 * count) {
         fill_wide();
@@ -417,7 +400,7 @@ void write_head(uint8_t* out, uint64_t parts, int notch, bool poisoned, uint32_t
 // Writes a body at one notch; false if it does not fit. fetch(span, work) says where the values of a span are.
 template <typename Prepare, typename Fetch>
 int64_t encode_at(const gz_noise_part* parts, const Places& places, const float* levels, int notch, uint8_t* out, uint64_t room,
-                  const Kernels* use, Prepare prepare, Fetch fetch, int* error) {
+                  const Kernels* use, const gz_noise_part* read, Prepare prepare, Fetch fetch, int* error) {
     Work& w = work();
     const uint64_t blocks = places.blocks();
     uint64_t at = places.blocks_offset();
@@ -429,6 +412,12 @@ int64_t encode_at(const gz_noise_part* parts, const Places& places, const float*
         const int count = places.count(block);
         if ((*error = prepare(block, w))) return -1;
         w.giant_count = 0;
+        w.ahead.clear();
+        if (read && block + 1 < blocks)
+            places.spans(parts, block + 1, [&](const Span& span) {
+                const int8_t* shape = parts[span.part].shape;
+                w.ahead.add(reinterpret_cast<const uint8_t*>(read[span.part].values + span.first), shape ? shape + span.first : nullptr, span.n);
+            });
         int done = 0;
         places.spans(parts, block, [&](const Span& span) {
             if (span.at > done) std::memset(w.q + done, 0, size_t(span.at - done));
@@ -465,8 +454,8 @@ void store_header(uint8_t* out, uint64_t numel, uint64_t body) {
 
 // Writes a frame at the first notch that fits.
 template <typename Prepare, typename Fetch>
-int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, uint32_t step, uint32_t digest, Prepare prepare,
-                     Fetch fetch) {
+int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, uint32_t step, uint32_t digest, const gz_noise_part* read,
+                     Prepare prepare, Fetch fetch) {
     const Places places(frame.parts, frame.count);
     const uint64_t header = frame.framed ? kHeader : 0;
     if (frame.slot < header + std::max<uint64_t>(places.blocks_offset(), kBodyHead)) return GZ_NO_ROOM;
@@ -476,7 +465,7 @@ int64_t encode_frame(gz_noise_frame& frame, const float* levels, bool poisoned, 
     frame.notch = 0;
     for (int notch = 0; notch <= kMostNotch && size < 0 && !poisoned; notch += notch < 4 ? 1 : 4) {
         int error = 0;
-        size = encode_at(frame.parts, places, levels, notch, out, room, kernels(), prepare, fetch, &error);
+        size = encode_at(frame.parts, places, levels, notch, out, room, kernels(), read, prepare, fetch, &error);
         if (error) return error;
         if (size >= 0) frame.notch = notch;
     }
@@ -541,9 +530,14 @@ struct Body {
 };
 
 void deliver_one(float q, const Target& target, int i) {
-    float value = q * target.level;
-    if (target.shape) value *= as_float(uint32_t(127 + target.shape[i]) << 23);
+    const float power = target.shape ? as_float(uint32_t(127 + target.shape[i]) << 23) : 1.0f;
+    float value = q * target.level * power;
     if (value != value) value = as_float(kNaN);
+    if (target.squares) {
+        if (std::fabs(q) <= float(kNarrowMost)) target.squares->lane[i % 32] += q * power * (q * power);
+        else target.squares->large += double(q) * double(power) * (double(q) * double(power));
+        target.squares->finite &= std::isfinite(value);
+    }
     if (target.delivery == kPut) value *= target.factor;
     if (target.delivery == kAdd) value = value_at<float>(target.out, i) + value;
     if (target.delivery == kDivide) value = value / target.divisor;
@@ -554,6 +548,17 @@ void deliver_constant(float value, const Target& target, int n) {
     for (int i = 0; i < n; i++) put_value(target.out, i, target.delivery == kAdd ? value_at<float>(target.out, i) + value : value);
 }
 
+// Adds the squares of a part that is delivered to those of its block.
+void add_squares(const Target& target, double* sum) {
+    if (!target.squares) return;
+    double lane[32];
+    std::copy(target.squares->lane, target.squares->lane + 32, lane);
+    for (int half = 16; half; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] += lane[j + half];
+    *sum += (lane[0] + target.squares->large) * (double(target.level) * double(target.level));
+    if (!target.squares->finite) *sum = double(as_float(kNaN));
+}
+
 // What is still to be delivered of the block before.
 void finish(Behind& behind, const Kernels* use) {
     if (!behind.q) return;
@@ -561,6 +566,7 @@ void finish(Behind& behind, const Kernels* use) {
     target.out += 4 * behind.done;
     if (target.shape) target.shape += behind.done;
     use->deliver(behind.q + behind.done, kBlock - behind.done, target);
+    add_squares(target, behind.sum);
     behind = {};
 }
 
@@ -578,10 +584,11 @@ struct Decoding {
 };
 
 // One block into the places of its values; to(span) says where those of a span are. A block that goes to one place may be
-// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns.
+// left in *behind, for the next call or for finish(); NULL: it is delivered before this returns. The squares of the integers
+// times 2^d times level are added to *sum, if it is not NULL; NaN if a value is not finite.
 template <typename To>
 int decode_to(const Body& body, const gz_noise_part* parts, const Places& places, uint64_t block, const Decoding& how, const Kernels* use,
-              Behind* behind, To to) {
+              Behind* behind, double* sum, To to) {
     Work& w = work();
     Block form{kZeros, 0};
     Behind none{}, &before = behind ? *behind : none;
@@ -608,25 +615,30 @@ int decode_to(const Body& body, const gz_noise_part* parts, const Places& places
         const gz_noise_part& part = parts[span.part];
         const float nominal = body.levels[span.part];
         const Target target{to(span), part.shape ? part.shape + span.first : nullptr, coarser(nominal, body.notch), how.delivery,
-                            how.factor, how.divisor, how.stream};
+                            how.factor, how.divisor, how.stream, sum ? &w.squares : nullptr};
+        if (sum) w.squares = {{}, 0, nominal == nominal};
         while (giant < w.giant_count && w.giants[giant].at < span.at) giant++;  // in a gap
-        if (nominal != nominal) return deliver_constant(as_float(kNaN), target, span.n);
+        if (nominal != nominal) {
+            deliver_constant(as_float(kNaN), target, span.n);
+            return add_squares(target, sum);
+        }
         if (nominal == 0) return deliver_constant(0.0f, target, span.n);
         if (form.form == kFloats) {
             for (int i = 0; i < span.n; i++) deliver_one(w.wide[span.at + i], target, i);
-            return;
+            return add_squares(target, sum);
         }
         if (form.form == kZeros && how.delivery != kAdd) {
             std::memset(target.out, 0, size_t(span.n) * 4);
             return;
         }
         if (behind && span.n == kBlock && how.delivery == kPut && !w.giant_count) {
-            *behind = {q, target, 0};
+            *behind = {q, target, 0, sum};
             return;
         }
         use->deliver(q + span.at, span.n, target);
         for (; giant < w.giant_count && w.giants[giant].at < span.at + span.n; giant++)
             deliver_one(w.giants[giant].q, target, w.giants[giant].at - span.at);
+        add_squares(target, sum);
     });
     return 0;
 }
@@ -681,26 +693,32 @@ double finite_squares(const uint8_t* x, int n) {
     return lane[0];
 }
 
+// The sum of the squares of the finite values of a block; notes whether all are finite.
+double squares_of_block(const gz_noise_part& part, uint64_t number, const Kernels* use, int* finite) {
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(part.values + number * kSumBlock);
+    const int n = int(std::min<uint64_t>(kSumBlock, part.n - number * kSumBlock));
+    const double sum = use->squares(x, n);
+    if (std::isfinite(sum)) return sum;
+    *finite = 0;
+    return finite_squares(x, n);
+}
+
 void statistics_of(const gz_noise_part& part, gz_noise_statistics* out, int threads, const Kernels* use) {
     const uint64_t blocks = (part.n + kSumBlock - 1) / kSumBlock;
-    std::vector<double> sums(blocks);
-    const std::vector<uint64_t> bounds = shares(blocks, threads);
-    std::vector<int> finite(bounds.size() - 1, 1);
-    const uint8_t* values = reinterpret_cast<const uint8_t*>(part.values);
-    run_parts(bounds.size() - 1, [&](size_t k) {
-        FloatMode mode;
-        for (uint64_t i = bounds[k]; i < bounds[k + 1]; i++) {
-            const uint8_t* x = values + 4 * i * kSumBlock;
-            const int n = int(std::min<uint64_t>(kSumBlock, part.n - i * kSumBlock));
-            sums[i] = use->squares(x, n);
-            if (!std::isfinite(sums[i])) {
-                finite[k] = 0;
-                sums[i] = finite_squares(x, n);
-            }
-        }
-    });
-    out->squares = ordered_sum(std::move(sums));
-    out->finite = std::all_of(finite.begin(), finite.end(), [](int f) { return f != 0; });
+    out->finite = 1;
+    if (blocks == 1) {  // models have many of these, and what follows takes as long as they do
+        out->squares = squares_of_block(part, 0, use, &out->finite);
+    } else {
+        std::vector<double> sums(blocks);
+        const std::vector<uint64_t> bounds = shares(blocks, threads);
+        std::vector<int> finite(bounds.size() - 1, 1);
+        run_parts(bounds.size() - 1, [&](size_t k) {
+            FloatMode mode;
+            for (uint64_t i = bounds[k]; i < bounds[k + 1]; i++) sums[i] = squares_of_block(part, i, use, &finite[k]);
+        });
+        out->squares = ordered_sum(std::move(sums));
+        for (int all : finite) out->finite &= all;
+    }
     out->weights = part.shape ? int64_t(use->weights(part.shape, part.n)) : int64_t(part.n) << 24;
 }
 
@@ -725,6 +743,20 @@ int64_t gz_noise_statistics_of(const gz_noise_part* parts, uint64_t count, gz_no
     return 0;
 }
 
+int64_t gz_noise_shapes(const float* const* second, const uint64_t* n, int8_t* const* shape, uint8_t* found, uint64_t count,
+                        int32_t threads) {
+    const noise::Kernels* use = noise::kernels();
+    const uint64_t shares = std::max<uint64_t>(1, std::min<uint64_t>(uint64_t(std::max(threads, 1)), count));
+    run_parts(size_t(shares), [&](size_t k) {
+        for (uint64_t i = count * k / shares; i < count * (k + 1) / shares; i++) {
+            const uint32_t largest = use->largest(second[i], n[i]);
+            found[i] = largest > 0 && largest < 0x7f800000;
+            if (found[i]) use->shape(second[i], n[i], largest, shape[i]);
+        }
+    });
+    return 0;
+}
+
 int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, uint32_t digest, int32_t threads) {
     for (uint64_t i = 0; i < count; i++)
         if (!valid_parts(frames[i].parts, frames[i].count) || !valid_levels(frames[i].parts, frames[i].count)) return GZ_BAD_ARGUMENT;
@@ -736,7 +768,7 @@ int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, u
             gz_noise_frame& frame = frames[i];
             std::vector<float> levels;
             for (uint64_t p = 0; p < frame.count; p++) levels.push_back(frame.parts[p].level);
-            error[k] = encode_frame(frame, levels.data(), frame.poisoned != 0, step, digest, [](uint64_t, Work&) { return 0; },
+            error[k] = encode_frame(frame, levels.data(), frame.poisoned != 0, step, digest, frame.parts, [](uint64_t, Work&) { return 0; },
                                     [&](const Span& span, Work&) {
                                         return reinterpret_cast<const uint8_t*>(frame.parts[span.part].values + span.first);
                                     });
@@ -748,8 +780,8 @@ int64_t gz_noise_encode(gz_noise_frame* frames, uint64_t count, uint32_t step, u
 }
 
 int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, const gz_noise_id* expected, const gz_noise_part* parts,
-                        uint64_t count, int32_t add, uint32_t divisor, int32_t threads) {
-    if (!valid_parts(parts, count) || (add && divisor != 1) || !divisor) return GZ_BAD_ARGUMENT;
+                        uint64_t count, int32_t add, uint32_t divisor, double* squares, int32_t threads) {
+    if (!valid_parts(parts, count) || (add && (divisor != 1 || squares)) || !divisor) return GZ_BAD_ARGUMENT;
     const Places places(parts, count);
     noise::Body body;
     if (int error = body.read(frame, size, framed != 0, places, expected)) return error;
@@ -757,18 +789,24 @@ int64_t gz_noise_decode(const uint8_t* frame, uint64_t size, int32_t framed, con
     const Decoding how = add ? Decoding::adding() : Decoding::by(divisor, stream);
     const std::vector<uint64_t> bounds = shares(places.blocks(), threads);
     std::vector<int> error(bounds.size() - 1, 0);
+    std::vector<double> sums(squares ? places.blocks() : 0);
     const noise::Kernels* use = noise::kernels();
     run_parts(bounds.size() - 1, [&](size_t k) {
         FloatMode mode;
         Behind behind{};
         for (uint64_t block = bounds[k]; block < bounds[k + 1] && !error[k]; block++)
-            error[k] = decode_to(body, parts, places, block, how, use, &behind, [&](const Span& span) {
+            error[k] = decode_to(body, parts, places, block, how, use, &behind, squares ? &sums[block] : nullptr, [&](const Span& span) {
                 return reinterpret_cast<uint8_t*>(parts[span.part].values + span.first);
             });
         finish(behind, use);
     });
     for (int e : error)
         if (e) return e;
+    if (squares) {
+        double total = 0;
+        for (double sum : sums) total += sum;
+        *squares = total / (double(divisor) * double(divisor));
+    }
     return 0;
 }
 
@@ -780,6 +818,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
     std::vector<noise::Body> bodies(term_count);
     std::vector<std::vector<float>> levels(frame->count);
     bool poisoned = false;
+    const gz_noise_part* own = nullptr;
     for (uint64_t t = 0; t < term_count; t++) {
         *failed = t;
         const gz_noise_term& term = terms[t];
@@ -787,6 +826,7 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
             if (!valid_parts(term.parts, frame->count) || !valid_levels(term.parts, frame->count)) return GZ_BAD_ARGUMENT;
             for (uint64_t i = 0; i < frame->count; i++)
                 if (term.parts[i].n != frame->parts[i].n) return GZ_BAD_ARGUMENT;
+            own = term.parts;
         } else {
             if (int error = bodies[t].read(term.data, term.size, term.framed != 0, places, expected)) return error;
             poisoned |= bodies[t].poisoned;
@@ -798,14 +838,14 @@ int64_t gz_noise_reduce(const gz_noise_term* terms, uint64_t term_count, const g
     for (const std::vector<float>& of_part : levels) sums.push_back(level_of_sum(of_part.data(), term_count));
     const noise::Kernels* use = noise::kernels();
     const int64_t error = encode_frame(
-        *frame, sums.data(), poisoned, step, digest,
+        *frame, sums.data(), poisoned, step, digest, own,
         [&](uint64_t block, Work& w) {
             for (uint64_t t = 0; t < term_count; t++) {
                 *failed = t;
                 auto to = [&](const Span& span) { return reinterpret_cast<uint8_t*>(w.sum + span.at); };
                 if (!terms[t].parts) {
                     const Decoding how = t ? Decoding::adding() : Decoding::by(1, false);
-                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, to)) return e;
+                    if (int e = decode_to(bodies[t], frame->parts, places, block, how, use, nullptr, nullptr, to)) return e;
                     continue;
                 }
                 places.spans(frame->parts, block, [&](const Span& span) {

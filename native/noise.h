@@ -53,6 +53,50 @@ struct Giant {
     float q;
 };
 
+// What the block after the one at work is made of. Rounding and coding fetch it into the cache in small pieces, so that the
+// memory works all the time: the processor's own prefetching begins anew with every block.
+struct Ahead {
+    static constexpr int kMost = 64;  // ranges; further ones are not fetched
+    struct {
+        const uint8_t* x;
+        const int8_t* shape;  // NULL: none
+        int n;                // values
+    } range[kMost];
+    int count, next;
+    const uint8_t* x;
+    const int8_t* shape;
+    int left;
+
+    void clear() { count = next = left = 0; }
+    void add(const uint8_t* values, const int8_t* shapes, int n) {
+        if (count < kMost) range[count++] = {values, shapes, n};
+    }
+    // Fetches the next 64 values; called twice for each row.
+    inline void fetch() {
+        if (left <= 0) {
+            if (next == count) return;
+            x = range[next].x;
+            shape = range[next].shape;
+            left = range[next++].n;
+        }
+        for (int line = 0; line < 4; line++) __builtin_prefetch(x + 64 * line, 0, 3);
+        if (shape) {
+            __builtin_prefetch(shape, 0, 2);
+            shape += 64;
+        }
+        x += 256;
+        left -= 64;
+    }
+};
+
+// The sum of (q 2^d)^2 over some values, for those who want to know how large the decoded ones are. Squares of up to 119 are
+// exact, so that only the order of a lane's terms counts: value i of a part in a block belongs to lane i % 32.
+struct alignas(64) Squares {
+    float lane[32];
+    double large;  // of integers above 119, in their order
+    bool finite;   // whether all decoded values are
+};
+
 // Room for one block at work; one per thread.
 struct alignas(64) Work {
     int8_t q[kBlock];               // integers; kGiant for giants
@@ -66,6 +110,8 @@ struct alignas(64) Work {
     uint16_t entries[kBlock / 2];
     GZ_GUARD(4)
     uint64_t escaped[kBlock / 64];  // a bit for each value of the coded rows
+    GZ_GUARD(11)
+    uint8_t escapes[kBlock + 64];   // their list; stores run over its end
     GZ_GUARD(5)
     uint8_t lanes[kLanes][kLaneRoom];
     int length[kLanes];
@@ -78,6 +124,8 @@ struct alignas(64) Work {
     float sum[kBlock];
     GZ_GUARD(9)
     uint8_t block[kBlockRoom];
+    Ahead ahead;
+    Squares squares;
 };
 
 enum Delivery { kPut, kAdd, kDivide };
@@ -91,6 +139,7 @@ struct Target {
     float factor;           // what kPut multiplies by: 1, or 1 / divisor where that is a power of two
     float divisor;          // what kDivide divides by
     bool stream;            // bypass the cache
+    Squares* squares;       // NULL: nobody asks
 };
 
 // A block whose integers are all there, and whose delivery fills the time in which the lanes of the next one are decoded:
@@ -99,6 +148,7 @@ struct Behind {
     const int8_t* q;  // kBlock of them; NULL: there is none
     Target target;    // with kPut
     int done;         // values that are delivered
+    double* sum;      // of squares, of its block
 };
 
 // The functions that exist once per instruction set.
@@ -108,12 +158,15 @@ struct Kernels {
     double (*squares)(const uint8_t* x, int n);
     // The sum of 4^(d + 12) over a shape.
     uint64_t (*weights)(const int8_t* shape, uint64_t n);
+    // The bits of the largest second moment, and the shape that second moments give.
+    uint32_t (*largest)(const float* x, uint64_t n);
+    void (*shape)(const float* x, uint64_t n, uint32_t largest, int8_t* shape);
     // Integers of n values; giants are noted with `at` as the number of the first value.
     void (*round)(const uint8_t* x, int n, const Rounding& how, int at, Work& work);
     // The sum of magnitudes of whole rows, and which rows are not all 0.
     uint64_t (*scan)(const int8_t* q, int rows, uint64_t* nonzero);
-    // Digits in pairs, planes of low bits, and which digits are escapes. Returns whether any is.
-    bool (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped);
+    // Digits in pairs, planes of low bits, and the list of escapes, whose length is returned.
+    int (*pack)(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes);
     void (*encode_lanes)(const uint8_t* pairs, int rows, const Table& table, Work& work);
     // Reads all lanes into entries of the table; `bits` says how many each has used. Delivers some of `behind` meanwhile.
     void (*decode_lanes)(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits,

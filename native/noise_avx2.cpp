@@ -47,7 +47,7 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
             within[j] = _mm256_mullo_epi32(_mm256_xor_si256(number, _mm256_set1_epi32(int(folded & 31))), _mm256_set1_epi32(int(kMix)));
         }
         for (; i < whole; i += 32) {
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 64 == 0) work.ahead.fetch();
             const __m256i group = _mm256_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
             __m256i q[4];
             for (int j = 0; j < 4; j++) {
@@ -86,11 +86,11 @@ uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
 }
 
 template <int kLow>
-bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const __m256i add = _mm256_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
     const __m256i most = _mm256_set1_epi8(char(((2 * reach + 1) << kLow) - 1));
     const __m256i weights = _mm256_set1_epi16(0x1001);  // first digit + 16 * second
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         __m256i words[2];
         uint64_t mask = 0;
@@ -108,10 +108,9 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
                         uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(lows, 7 - b))));
         }
         store256(pairs + 32 * g, _mm256_permute4x64_epi64(_mm256_packus_epi16(words[0], words[1]), 0xd8));
-        escaped[g] = mask;
-        any |= mask;
+        list = put_escapes(q + 64 * g, mask, kLow, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 template <int kLow>
@@ -141,25 +140,36 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, a register at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const __m256 level, factor, divisor;
+    const __m256 scale, divisor;
     const int8_t* const shape;
     float* const out;
     const bool stream;
+    Squares* const squares;
+    __m256 sum[4];
     explicit Delivering(const Target& t)
-        : level(_mm256_set1_ps(t.level)), factor(_mm256_set1_ps(t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape),
-          out(reinterpret_cast<float*>(t.out)), stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0) {}
+        : scale(_mm256_set1_ps(t.level * t.factor)), divisor(_mm256_set1_ps(t.divisor)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 32 == 0), squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 4; j++) sum[j] = _mm256_load_ps(squares->lane + 8 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 4; j++) _mm256_store_ps(squares->lane + 8 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
-            __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
-            v = _mm256_mul_ps(v, level);
-            if (kShaped) v = _mm256_mul_ps(v, times_power(_mm256_set1_ps(1), shape + at + i, 1));
-            if (kTo == kPut) v = _mm256_mul_ps(v, factor);
+            const __m256 integer = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))));
+            __m256 v = _mm256_mul_ps(integer, kShaped ? times_power(scale, shape + at + i, 1) : scale);
+            if (kSquares) {
+                const __m256 u = kShaped ? _mm256_mul_ps(integer, times_power(_mm256_set1_ps(1), shape + at + i, 1)) : integer;
+                sum[i / 8 % 4] = _mm256_fmadd_ps(u, u, sum[i / 8 % 4]);
+            }
             if (kTo == kAdd) v = _mm256_add_ps(_mm256_loadu_ps(out + at + i), v);
             if (kTo == kDivide) v = _mm256_div_ps(v, divisor);
             if (stream) _mm256_stream_ps(out + at + i, v);
@@ -168,21 +178,13 @@ struct Delivering {
     }
 };
 
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
-
 #include "noise_vectors.h"
 
 }  // namespace avx2
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
+    static const Kernels kernels{"avx2", avx2::squares, avx2::weights, avx2::largest_plain, avx2::shape_plain, avx2::round, avx2::scan, avx2::pack, avx2::encode_lanes_plain,
                                  avx2::decode_lanes, avx2::unpack, avx2::deliver, avx2::accumulate_plain};
     return &kernels;
 }

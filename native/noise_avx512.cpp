@@ -13,12 +13,9 @@ namespace avx512 {
 
 inline __m512 load_floats(const uint8_t* x, int i) { return _mm512_loadu_ps(reinterpret_cast<const float*>(x) + i); }
 
-// 2^(sign * d) for shapes d = -12 to 0, by their low 4 bits.
-inline __m512 powers(int sign) {
-    alignas(64) float table[16] = {};
-    for (int d = -12; d <= 0; d++) table[d & 15] = power_of_two(sign * d);
-    return _mm512_load_ps(table);
-}
+// 2^d and 2^-d for shapes d = -12 to 0, by their low 4 bits.
+alignas(64) constexpr float kPowers[16] = {0x1p0f, 0, 0, 0, 0x1p-12f, 0x1p-11f, 0x1p-10f, 0x1p-9f, 0x1p-8f, 0x1p-7f, 0x1p-6f, 0x1p-5f, 0x1p-4f, 0x1p-3f, 0x1p-2f, 0x1p-1f};
+alignas(64) constexpr float kInverses[16] = {0x1p0f, 0, 0, 0, 0x1p12f, 0x1p11f, 0x1p10f, 0x1p9f, 0x1p8f, 0x1p7f, 0x1p6f, 0x1p5f, 0x1p4f, 0x1p3f, 0x1p2f, 0x1p1f};
 
 // The low 4 bits of each of 16 shapes look up a number in a register.
 inline __m512 look_up_shape(const int8_t* shape, __m512 table) {
@@ -31,6 +28,10 @@ inline __m512i fixed16(__m512 x, __m512 scale) {
     return _mm512_mask_cvtps_epi32(_mm512_cvttps_epi32(t), _mm512_movepi32_mask(_mm512_castps_si512(t)), t);
 }
 
+alignas(64) constexpr uint32_t kNumbers[32] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+// The highest byte of each of 32 integers in two registers.
+alignas(64) constexpr uint8_t kTopBytes[64] = {3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51, 55, 59, 63, 67, 71, 75, 79, 83, 87, 91, 95, 99, 103, 107, 111, 115, 119, 123, 127};
+
 // 16 draws of 24 bits; the first product of the mix is given.
 inline __m512i draw16(__m512i h, __m512i add) {
     h = _mm512_mullo_epi32(_mm512_xor_si512(h, _mm512_srli_epi32(h, 15)), _mm512_set1_epi32(int(kMixAgain)));
@@ -39,27 +40,19 @@ inline __m512i draw16(__m512i h, __m512i add) {
 
 template <bool kShaped>
 void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
-    const __m512 scale = _mm512_set1_ps(how.scale * 0x1p24f), scales = _mm512_mul_ps(scale, powers(-1));
+    const __m512 scale = _mm512_set1_ps(how.scale * 0x1p24f), scales = _mm512_mul_ps(scale, _mm512_load_ps(kInverses));
     const __m512i add = _mm512_set1_epi32(int(how.add));
-    __m512i number[2], top;
-    {
-        alignas(64) uint8_t place[64];
-        alignas(64) uint32_t count[32];
-        for (int i = 0; i < 64; i++) place[i] = uint8_t(4 * i + 3);
-        for (int i = 0; i < 32; i++) count[i] = uint32_t(i);
-        top = _mm512_load_si512(place);
-        for (int j = 0; j < 2; j++) number[j] = _mm512_load_si512(count + 16 * j);
-    }
+    const __m512i top = _mm512_load_si512(kTopBytes);
     for (int i = 0; i < n;) {
         const uint32_t first = how.first + uint32_t(i), left = 0x10000 - (first & 0xffff);
         const int end = int(left < uint32_t(n - i) ? i + int(left) : n), whole = i + (end - i) / 32 * 32;
         const uint32_t folded = how.key ^ (first ^ how.key) >> 16;
         __m512i within[2];
         for (int j = 0; j < 2; j++)
-            within[j] = _mm512_mullo_epi32(_mm512_xor_si512(number[j], _mm512_set1_epi32(int(folded & 31))), _mm512_set1_epi32(int(kMix)));
+            within[j] = _mm512_mullo_epi32(_mm512_xor_si512(_mm512_load_si512(kNumbers + 16 * j), _mm512_set1_epi32(int(folded & 31))), _mm512_set1_epi32(int(kMix)));
         for (; i < whole; i += 32) {
             const __m512i group = _mm512_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 128 == 0) work.ahead.fetch();
             __m512i q[2];
             for (int j = 0; j < 2; j++) {
                 const __m512 by = kShaped ? look_up_shape(how.shape + i + 16 * j, scales) : scale;
@@ -91,29 +84,34 @@ uint64_t scan(const int8_t* q, int rows, uint64_t* nonzero) {
 }
 
 template <int kLow>
-bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const __m512i add = _mm512_set1_epi8(char((1 << kLow >> 1) + (reach << kLow)));
     const __m512i most = _mm512_set1_epi8(char(((2 * reach + 1) << kLow) - 1));
     const __m512i weights = _mm512_set1_epi16(0x1001);  // first digit + 16 * second
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         const __m512i in = _mm512_loadu_si512(q + 64 * g), v = _mm512_add_epi8(in, add);
-        const __mmask64 out = _mm512_cmpgt_epu8_mask(v, most);
+        const __mmask64 out = _mm512_cmpgt_epu8_mask(v, most), giant = _mm512_cmpeq_epi8_mask(in, _mm512_set1_epi8(char(kGiant)));
         __m512i digit = kLow ? _mm512_and_si512(_mm512_srli_epi16(v, kLow), _mm512_set1_epi8(char(255 >> kLow))) : v;
         digit = _mm512_mask_mov_epi8(digit, out, _mm512_set1_epi8(kEscape));
         const __m512i words = _mm512_maddubs_epi16(digit, weights);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + 32 * g), _mm512_cvtepi16_epi8(words));
         if (kLow) {
-            __mmask64 kept = ~__mmask64(0);  // a giant has low bits of 0
-            if (out) kept = _mm512_cmpneq_epi8_mask(in, _mm512_set1_epi8(char(kGiant)));
+            const __mmask64 kept = ~giant;  // a giant has low bits of 0
             for (int b = 0; b < kLow; b++)
                 store64(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8,
                         _mm512_mask_test_epi8_mask(kept, v, _mm512_set1_epi8(char(1 << b))));
         }
-        escaped[g] = out;
-        any |= out;
+        __m512i h = in;
+        if (kLow) {
+            h = _mm512_add_epi8(in, _mm512_set1_epi8(char(128 + (1 << kLow >> 1))));  // positive, for a shift of bytes
+            h = _mm512_and_si512(_mm512_srli_epi16(h, kLow), _mm512_set1_epi8(char(255 >> kLow)));
+            h = _mm512_mask_mov_epi8(_mm512_sub_epi8(h, _mm512_set1_epi8(char(128 >> kLow))), giant, in);
+        }
+        _mm512_storeu_si512(list, _mm512_maskz_compress_epi8(out, h));
+        list += __builtin_popcountll(out);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 // 64 look-ups in a table of 256 bytes; `upper` says which indices are 128 and above.
@@ -165,6 +163,7 @@ void encode_lanes(const uint8_t* pairs, int rows, const Table& table, Work& work
         const __m512i a = look_up(low, row, upper), b = look_up(high, row, upper);
         writers[0].push(_mm512_unpacklo_epi8(a, b));
         writers[1].push(_mm512_unpackhi_epi8(a, b));
+        work.ahead.fetch();
     }
     for (int j = 0; j < 2; j++) {
         _mm512_store_si512(end[j], writers[j].to);
@@ -195,26 +194,39 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, a register at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const __m512 level, factor, divisor, power;
+    const __m512 scale, divisor, power, scales;
     const int8_t* const shape;
     float* const out;
     const bool stream;
+    Squares* const squares;
+    __m512 sum[2];
     explicit Delivering(const Target& t)
-        : level(_mm512_set1_ps(t.level)), factor(_mm512_set1_ps(t.factor)), divisor(_mm512_set1_ps(t.divisor)), power(powers(1)),
-          shape(t.shape), out(reinterpret_cast<float*>(t.out)),
-          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 64 == 0) {}
+        : scale(_mm512_set1_ps(t.level * t.factor)), divisor(_mm512_set1_ps(t.divisor)), power(_mm512_load_ps(kPowers)),
+          scales(_mm512_mul_ps(scale, power)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          stream(t.stream && kTo != kAdd && reinterpret_cast<uintptr_t>(t.out) % 64 == 0), squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 2; j++) sum[j] = _mm512_load_ps(squares->lane + 16 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 2; j++) _mm512_store_ps(squares->lane + 16 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 16) {
-            __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
-            v = _mm512_mul_ps(v, level);
-            if (kShaped) v = _mm512_mul_ps(v, look_up_shape(shape + at + i, power));
-            if (kTo == kPut) v = _mm512_mul_ps(v, factor);
+            const __m512 integer = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i))));
+            __m512i d = _mm512_setzero_si512();
+            if (kShaped) d = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shape + at + i)));
+            __m512 v = _mm512_mul_ps(integer, kShaped ? _mm512_permutexvar_ps(d, scales) : scale);
+            if (kSquares) {
+                const __m512 u = kShaped ? _mm512_mul_ps(integer, _mm512_permutexvar_ps(d, power)) : integer;
+                sum[i / 16 % 2] = _mm512_fmadd_ps(u, u, sum[i / 16 % 2]);
+            }
             if (kTo == kAdd) v = _mm512_add_ps(_mm512_loadu_ps(out + at + i), v);
             if (kTo == kDivide) v = _mm512_div_ps(v, divisor);
             if (stream) _mm512_stream_ps(out + at + i, v);
@@ -223,21 +235,13 @@ struct Delivering {
     }
 };
 
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 16 <= n; i += 16) delivering.template some<16>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
-
 #include "noise_vectors.h"
 
 }  // namespace avx512
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
+    static const Kernels kernels{"avx512", avx512::squares, avx512::weights, avx512::largest_plain, avx512::shape_plain, avx512::round, avx512::scan, avx512::pack, avx512::encode_lanes,
                                  avx512::decode_lanes, avx512::unpack, avx512::deliver, avx512::accumulate_plain};
     return &kernels;
 }

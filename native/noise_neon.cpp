@@ -71,7 +71,7 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
         for (uint32_t j = 0; j < 8; j++)
             within[j] = vmulq_u32(veorq_u32(vaddq_u32(vld1q_u32(numbers), vdupq_n_u32(4 * j)), vdupq_n_u32(folded & 31)), vdupq_n_u32(kMix));
         for (; i < whole; i += 32) {
-            fetch_ahead<kShaped>(x, how.shape, i);
+            if (i % 64 == 0) work.ahead.fetch();
             const uint32x4_t group = vdupq_n_u32((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix);
             float32x4_t nan = vdupq_n_f32(0);
             int8x16_t bytes[2];
@@ -123,10 +123,10 @@ inline uint64_t mask_of(const uint8x16_t* bytes) {
 }
 
 template <int kLow>
-bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const uint8x16_t add = vdupq_n_u8(uint8_t((1 << kLow >> 1) + (reach << kLow)));
     const uint8x16_t most = vdupq_n_u8(uint8_t(((2 * reach + 1) << kLow) - 1));
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         uint8x16_t digit[4], out[4], lows[4];
         for (int j = 0; j < 4; j++) {
@@ -143,10 +143,9 @@ bool pack_by(const int8_t* q, int rows, int reach, uint8_t* pairs, uint8_t* plan
             for (int j = 0; j < 4; j++) set[j] = vtstq_u8(lows[j], vdupq_n_u8(uint8_t(1 << b)));
             store64(planes + (g / 2 * kLow + b) * 16 + g % 2 * 8, mask_of(set));
         }
-        escaped[g] = mask_of(out);
-        any |= escaped[g];
+        list = put_escapes(q + 64 * g, mask_of(out), kLow, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 template <int kLow>
@@ -180,43 +179,48 @@ int unpack_by(const uint16_t* entries, int rows, int reach, const uint8_t* plane
 }
 
 // Decoded values, eight at a time.
-template <bool kShaped, Delivery kTo>
+template <bool kShaped, Delivery kTo, bool kSquares>
 struct Delivering {
-    const float32x4_t level, factor, divisor;
+    const float32x4_t scale, divisor;
     const int8_t* const shape;
     float* const out;
+    Squares* const squares;
+    float32x4_t sum[8];
     explicit Delivering(const Target& t)
-        : level(vdupq_n_f32(t.level)), factor(vdupq_n_f32(t.factor)), divisor(vdupq_n_f32(t.divisor)), shape(t.shape),
-          out(reinterpret_cast<float*>(t.out)) {}
+        : scale(vdupq_n_f32(t.level * t.factor)), divisor(vdupq_n_f32(t.divisor)), shape(t.shape), out(reinterpret_cast<float*>(t.out)),
+          squares(t.squares) {
+        if (kSquares)
+            for (int j = 0; j < 8; j++) sum[j] = vld1q_f32(squares->lane + 4 * j);
+    }
+    void end() {
+        if (kSquares)
+            for (int j = 0; j < 8; j++) vst1q_f32(squares->lane + 4 * j, sum[j]);
+    }
 
     template <int kCount>
-    inline void some(const int8_t* q, int at) const {
+    inline void some(const int8_t* q, int at) {
         if (kShaped && at % 64 == 0) __builtin_prefetch(shape + at + kAhead, 0, 2);
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; i += 8) {
             const int16x8_t wide = vmovl_s8(vld1_s8(q + i));
-            float32x4_t v[2] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))}, power[2];
-            if (kShaped) times_power(vdupq_n_f32(1), shape + at + i, 1, power);
+            const float32x4_t integer[2] = {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))};
+            float32x4_t by[2] = {scale, scale}, power[2];
+            if (kShaped) times_power(scale, shape + at + i, 1, by);
+            if (kShaped && kSquares) times_power(vdupq_n_f32(1), shape + at + i, 1, power);
             for (int j = 0; j < 2; j++) {
                 float* to = out + at + i + 4 * j;
-                v[j] = vmulq_f32(v[j], level);
-                if (kShaped) v[j] = vmulq_f32(v[j], power[j]);
-                if (kTo == kPut) v[j] = vmulq_f32(v[j], factor);
-                if (kTo == kAdd) v[j] = vaddq_f32(vld1q_f32(to), v[j]);
-                if (kTo == kDivide) v[j] = vdivq_f32(v[j], divisor);
-                vst1q_f32(to, v[j]);
+                float32x4_t v = vmulq_f32(integer[j], by[j]);
+                if (kSquares) {
+                    const float32x4_t u = kShaped ? vmulq_f32(integer[j], power[j]) : integer[j];
+                    sum[(i / 4 + j) % 8] = vfmaq_f32(sum[(i / 4 + j) % 8], u, u);
+                }
+                if (kTo == kAdd) v = vaddq_f32(vld1q_f32(to), v);
+                if (kTo == kDivide) v = vdivq_f32(v, divisor);
+                vst1q_f32(to, v);
             }
         }
     }
 };
-
-template <bool kShaped, Delivery kTo>
-void deliver_by(const int8_t* q, int n, const Target& target) {
-    const Delivering<kShaped, kTo> delivering(target);
-    int i = 0;
-    for (; i + 8 <= n; i += 8) delivering.template some<8>(q + i, i);
-    deliver_plain(q, i, n, target);
-}
 
 #include "noise_vectors.h"
 
@@ -224,7 +228,7 @@ void deliver_by(const int8_t* q, int n, const Target& target) {
 }  // namespace
 
 const Kernels* neon_kernels() {
-    static const Kernels kernels{"neon", neon::squares, neon::weights, neon::round, neon::scan, neon::pack, neon::encode_lanes_plain,
+    static const Kernels kernels{"neon", neon::squares, neon::weights, neon::largest_plain, neon::shape_plain, neon::round, neon::scan, neon::pack, neon::encode_lanes_plain,
                                  neon::decode_lanes, neon::unpack, neon::deliver, neon::accumulate_plain};
     return &kernels;
 }

@@ -66,6 +66,28 @@ inline uint64_t weights_plain(const int8_t* shape, uint64_t n) {
     return sum;
 }
 
+// The bits of the largest of n second moments: those of negative ones and NaN are above infinity's.
+inline uint32_t largest_plain(const float* x, uint64_t n) {
+    uint32_t most = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+// Half the exponent of each second moment, less that of the largest one.
+inline void shape_plain(const float* x, uint64_t n, uint32_t largest, int8_t* shape) {
+    const int top = int(largest >> 24);
+    for (uint64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        const int d = int(bits >> 24) - top;
+        shape[i] = int8_t(d < -12 ? -12 : d);
+    }
+}
+
 inline void round_plain(const uint8_t* x, int from, int n, const Rounding& how, int at, Work& work) {
     for (int i = from; i < n; i++) {
         const float q = rounded(value_at<float>(x, i), how, uint32_t(i));
@@ -97,9 +119,18 @@ inline uint64_t plane_of(const uint8_t* bytes, int bit) {
     return plane;
 }
 
-inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+// Appends escapes among 64 integers to their list; returns its end.
+inline uint8_t* put_escapes(const int8_t* q, uint64_t escaped, int low, uint8_t* list) {
+    for (; escaped; escaped &= escaped - 1) {
+        const int v = q[__builtin_ctzll(escaped)];
+        *list++ = uint8_t(v == kGiant ? kGiant : (v + (1 << low >> 1)) >> low);
+    }
+    return list;
+}
+
+inline int pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     const int add = (1 << low >> 1) + (reach << low), most = ((2 * reach + 1) << low) - 1;
-    uint64_t any = 0;
+    uint8_t* list = escapes;
     for (int g = 0; g < 2 * rows; g++) {
         uint8_t lows[64], digit[64], out[64];
         for (int i = 0; i < 64; i++) {
@@ -110,10 +141,9 @@ inline bool pack_plain(const int8_t* q, int rows, int low, int reach, uint8_t* p
         }
         for (int i = 0; i < 32; i++) pairs[32 * g + i] = uint8_t(digit[2 * i] | digit[2 * i + 1] << 4);
         for (int b = 0; b < low; b++) store64(planes + (g / 2 * low + b) * 16 + g % 2 * 8, plane_of(lows, b));
-        escaped[g] = plane_of(out, 0);
-        any |= escaped[g];
+        list = put_escapes(q + 64 * g, plane_of(out, 0), low, list);
     }
-    return any != 0;
+    return int(list - escapes);
 }
 
 // N lanes at once, so that their latencies overlap.
@@ -211,11 +241,17 @@ inline void deliver_one(float value, const Target& target, int i) {
 
 inline void deliver_plain(const int8_t* q, int from, int n, const Target& target) {
     for (int i = from; i < n; i++) {
-        float value = float(q[i]) * target.level;
-        if (target.shape) value *= power_of_two(target.shape[i]);
+        const float power = target.shape ? power_of_two(target.shape[i]) : 1.0f, value = float(q[i]) * target.level * power;
+        if (target.squares) {
+            target.squares->lane[i % 32] += float(q[i]) * power * (float(q[i]) * power);
+            target.squares->finite &= std::isfinite(value);
+        }
         deliver_one(value, target, i);
     }
 }
+
+// Where q times level times 2^d times factor may be one product: all powers of two in it are exact, and nothing overflows.
+inline bool in_one_product(const Target& t) { return t.level * t.factor > 0x1p-100f && t.level < 0x1p100f; }
 
 inline void accumulate_plain(const uint8_t* x, int n, float* sum) {
     int i = 0;

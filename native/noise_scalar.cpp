@@ -18,7 +18,7 @@ void deliver(const int8_t* q, int n, const Target& target) { deliver_plain(q, 0,
 }  // namespace
 
 const Kernels* scalar_kernels() {
-    static const Kernels kernels{"scalar", scalar::squares_plain, scalar::weights_plain, scalar::round, scalar::scan_plain, scalar::pack_plain,
+    static const Kernels kernels{"scalar", scalar::squares_plain, scalar::weights_plain, scalar::largest_plain, scalar::shape_plain, scalar::round, scalar::scan_plain, scalar::pack_plain,
                                  scalar::encode_lanes_plain, scalar::decode_lanes, scalar::unpack_plain, scalar::deliver, scalar::accumulate_plain};
     return &kernels;
 }

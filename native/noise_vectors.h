@@ -7,12 +7,12 @@ void round(const uint8_t* x, int n, const Rounding& how, int at, Work& work) {
     else round_by<false>(x, n, how, at, work);
 }
 
-bool pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint64_t* escaped) {
+int pack(const int8_t* q, int rows, int low, int reach, uint8_t* pairs, uint8_t* planes, uint8_t* escapes) {
     switch (low) {
-        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escaped);
-        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escaped);
-        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escaped);
-        default: return pack_by<3>(q, rows, reach, pairs, planes, escaped);
+        case 0: return pack_by<0>(q, rows, reach, pairs, planes, escapes);
+        case 1: return pack_by<1>(q, rows, reach, pairs, planes, escapes);
+        case 2: return pack_by<2>(q, rows, reach, pairs, planes, escapes);
+        default: return pack_by<3>(q, rows, reach, pairs, planes, escapes);
     }
 }
 
@@ -25,32 +25,47 @@ int unpack(const uint16_t* entries, int rows, int low, int reach, const uint8_t*
     }
 }
 
+template <bool kShaped, Delivery kTo, bool kSquares>
+void deliver_by(const int8_t* q, int n, const Target& target) {
+    Delivering<kShaped, kTo, kSquares> delivering(target);
+    int i = 0;
+    for (; i + 32 <= n; i += 32) delivering.template some<32>(q + i, i);
+    delivering.end();
+    deliver_plain(q, i, n, target);
+}
+
 template <bool kShaped>
 void deliver_shaped(const int8_t* q, int n, const Target& target) {
-    if (target.delivery == kPut) deliver_by<kShaped, kPut>(q, n, target);
-    else if (target.delivery == kAdd) deliver_by<kShaped, kAdd>(q, n, target);
-    else deliver_by<kShaped, kDivide>(q, n, target);
+    if (target.delivery == kAdd) deliver_by<kShaped, kAdd, false>(q, n, target);
+    else if (target.delivery == kPut && target.squares) deliver_by<kShaped, kPut, true>(q, n, target);
+    else if (target.delivery == kPut) deliver_by<kShaped, kPut, false>(q, n, target);
+    else if (target.squares) deliver_by<kShaped, kDivide, true>(q, n, target);
+    else deliver_by<kShaped, kDivide, false>(q, n, target);
 }
 
 void deliver(const int8_t* q, int n, const Target& target) {
-    if (target.shape) deliver_shaped<true>(q, n, target);
+    if (!in_one_product(target)) deliver_plain(q, 0, n, target);
+    else if (target.shape) deliver_shaped<true>(q, n, target);
     else deliver_shaped<false>(q, n, target);
 }
 
-template <bool kShaped>
+template <bool kShaped, bool kSquares>
 void decode_lanes_beside(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Behind& behind) {
-    Delivering<kShaped, kPut> delivering(behind.target);
+    Delivering<kShaped, kPut, kSquares> delivering(behind.target);
     const int8_t* q = behind.q;
     int at = 0;
     decode_lanes_by<8>(lane, rows, table, entries, bits, [&] {
         delivering.template some<64>(q + at, at);
         at += 64;
     });
+    delivering.end();
     behind.done = at;
 }
 
 void decode_lanes(const uint8_t* const* lane, int rows, const Table& table, uint16_t* entries, uint64_t* bits, Behind& behind) {
-    if (!behind.q) decode_lanes_by<8>(lane, rows, table, entries, bits, [] {});
-    else if (behind.target.shape) decode_lanes_beside<true>(lane, rows, table, entries, bits, behind);
-    else decode_lanes_beside<false>(lane, rows, table, entries, bits, behind);
+    if (!behind.q || !in_one_product(behind.target)) decode_lanes_by<8>(lane, rows, table, entries, bits, [] {});
+    else if (behind.target.shape && behind.target.squares) decode_lanes_beside<true, true>(lane, rows, table, entries, bits, behind);
+    else if (behind.target.shape) decode_lanes_beside<true, false>(lane, rows, table, entries, bits, behind);
+    else if (behind.target.squares) decode_lanes_beside<false, true>(lane, rows, table, entries, bits, behind);
+    else decode_lanes_beside<false, false>(lane, rows, table, entries, bits, behind);
 }

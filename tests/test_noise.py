@@ -88,6 +88,31 @@ def frames(slots: Callable[[], list[Slot]]) -> tuple[list[torch.Tensor], list[Wr
         assert written == first[1]
         for a, b, (size, _, _) in zip(first[0], outs, written):
             assert torch.equal(a[:size], b[:size])
+    for slot, out in zip(slots(), first[0]):
+        for divisor in (3, 4):
+            means(out, slot.parts, divisor)
+    return first
+
+
+def means(frame: torch.Tensor, parts: Sequence[Part], divisor: int = 1) -> tuple[list[torch.Tensor], float]:
+    """What all engines agree that a frame decodes to, and the sum of its squares."""
+
+    def call(engine: ModuleType) -> tuple[list[torch.Tensor], float]:
+        outs = [Part(torch.full_like(part.values, 7.0), shape=part.shape) for part in parts]
+        squares = engine.decode_means(frame, outs, 7, 9, divisor)
+        again = [Part(torch.full_like(part.values, 8.0), shape=part.shape) for part in parts]
+        engine.decode_frame(frame, again, 7, 9, divisor=divisor)
+        assert all(same_bits(a.values, b.values) for a, b in zip(outs, again))
+        return [part.values for part in outs], squares
+
+    first, *others = on_all(call)
+    for values, squares in others:
+        assert all(same_bits(a, b) for a, b in zip(first[0], values))
+        assert squares == first[1] or (math.isnan(squares) and math.isnan(first[1]))
+    assert math.isfinite(first[1]) == all(bool(values.isfinite().all()) for values in first[0])
+    if math.isfinite(first[1]):
+        exact = math.fsum(float(values.double().square().sum()) for values in first[0])
+        assert first[1] == pytest.approx(exact, rel=2e-6, abs=1e-75)
     return first
 
 
@@ -445,6 +470,39 @@ def test_the_sum_of_frames_is_that_of_their_values_in_rank_order() -> None:
         assert same_bits(mean, whole / world)
     for more, whole in zip(decoded(body, expected, add=True), decoded(body, expected)):
         assert same_bits(more, 7 + whole)
+
+
+@FEW
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=3), st.sampled_from([1, 3, 8]), st.integers(0, 1 << 30))
+def test_means_know_their_squares_and_whether_they_are_finite(counts: list[int], divisor: int, seed: int) -> None:
+    """Blocks with and without shape, giants, integers of many bits, and values that overflow or are not finite."""
+    g = generator(seed)
+    parts = []
+    for number, count in enumerate(counts):
+        x = torch.randn(count, generator=g) * 10.0 ** int(torch.randint(-3, 4, (), generator=g))
+        x[torch.rand(count, generator=g) < 1e-3] = 1e9
+        if seed % 4 == 0:
+            x[torch.rand(count, generator=g) < 1e-4] = [math.inf, math.nan, -math.inf][number % 3]
+        shape = torch.randint(-12, 1, (count,), generator=g).to(torch.int8) if (seed >> number) & 8 else None
+        level = [0.3, 0.0, 3e38, 1e-3, math.nan, 2.0**-126][
+            int(torch.randint(0, 6 if seed % 3 == 0 else 1, (), generator=g))
+        ]
+        parts.append(Part(x, level, shape, 0, layout.key_of(0, 0, str(number), "own", 0)))
+    room = layout.body_bound(counts) + wire.HEADER_BYTES
+    (frame,), _ = frames(lambda: [Slot(parts, torch.zeros(room, dtype=torch.uint8))])
+    means(frame, parts, divisor)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 8191, 8192, 30_000, 36_864])
+def test_a_single_value_that_is_not_finite_is_seen_in_the_means(at: int, bad: float) -> None:
+    x = torch.randn(36_865, generator=generator(at))
+    room = layout.body_bound([x.numel()]) + wire.HEADER_BYTES
+    for there in (False, True):
+        x[at] = bad if there else x[at]
+        part = Part(x, 0.1)
+        (frame,), _ = frames(lambda part=part: [Slot([part], torch.zeros(room, dtype=torch.uint8))])
+        assert math.isfinite(means(frame, [part], 4)[1]) == (not there)
 
 
 def test_a_poisoned_frame_poisons_the_sum() -> None:

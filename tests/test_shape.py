@@ -7,17 +7,20 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import emulated
 import pytest
 import torch
 from conftest import generator, special
+from identity import isas, native_on
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 from workers.optimizers import Lion, Shampoo
 
+from gradzip.engines import native_noise, reference_noise
 from gradzip.engines.cuda import launch
 from gradzip.engines.cuda import noise as kernels
 from gradzip.sensitivity.shape import DEEPEST, SecondMoments, shape_of
@@ -51,6 +54,26 @@ def test_odd_second_moments() -> None:
         assert shape_of(torch.tensor([1.0, value]), torch.empty(2, dtype=torch.int8)) is None
     assert shape_of(torch.zeros(8), torch.empty(8, dtype=torch.int8)) is None
     assert shape_of(torch.zeros(0), torch.empty(0, dtype=torch.int8)) is None
+
+
+def test_engines_make_the_same_shapes() -> None:
+    wide = torch.randn(9000, generator=generator()).mul(4).exp()
+    seconds = [wide, wide[:1], wide[:0], wide[3:4100] * 1e-38, torch.full((9,), 1e-41), torch.zeros(70), wide.neg()]
+    seconds += [torch.tensor([1.0, value, 3.0]) for value in (math.nan, -math.nan, math.inf, -0.0, 3e38, 0.0)]
+    expected = [shape_of(second, torch.empty(second.numel(), dtype=torch.int8)) for second in seconds]
+
+    def call(engine: ModuleType) -> None:
+        outs = [torch.full((second.numel() + 64,), 99, dtype=torch.int8) for second in seconds]
+        fit = engine.shapes_of(seconds, [out[: second.numel()] for out, second in zip(outs, seconds)])
+        assert fit == [shape is not None for shape in expected]
+        for out, second, shape in zip(outs, seconds, expected):
+            assert bool((out[second.numel() :] == 99).all()), "written behind the end"
+            assert shape is None or torch.equal(out[: second.numel()], shape)
+
+    call(reference_noise)
+    for isa in isas():
+        with native_on(isa):
+            call(native_noise)
 
 
 OPTIMIZERS = {

@@ -17,7 +17,7 @@ from ..errors import Corrupt, EngineError, Truncated, Unsupported
 from .layout import Floor, Job, float_layout, segments_of
 
 NAME = "native"
-VERSION = 7  # of native/gradzip.h and planner.h
+VERSION = 8  # of native/gradzip.h and planner.h
 
 _MODES = {"lossless": 0, "keep": 1, "near": 2, "paper": 3}
 

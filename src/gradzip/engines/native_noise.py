@@ -82,8 +82,9 @@ def _declare() -> None:
     )  # fmt: skip
     signatures = {
         "gz_noise_statistics_of": [pointer, u64, pointer, i32],
+        "gz_noise_shapes": [pointer, pointer, pointer, pointer, u64, i32],
         "gz_noise_encode": [pointer, u64, u32, u32, i32],
-        "gz_noise_decode": [pointer, u64, i32, pointer, pointer, u64, i32, u32, i32],
+        "gz_noise_decode": [pointer, u64, i32, pointer, pointer, u64, i32, u32, pointer, i32],
         "gz_noise_reduce": [pointer, u64, pointer, pointer, u32, u32, pointer],
     }
     for name, arguments in signatures.items():
@@ -119,6 +120,19 @@ def measure(parts: Sequence[Part]) -> Measured:
     return Measured(out["squares"], out["weights"], out["finite"] != 0)
 
 
+def shapes_of(seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[bool]:
+    """Writes the shapes that flat float32 second moments give; whether each is fit for one."""
+    addresses = np.array([[x.data_ptr() for x in seconds], [out.data_ptr() for out in outs]], np.uint64)
+    counts, found = np.array([x.numel() for x in seconds], np.uint64), np.zeros(len(seconds), np.uint8)
+    _checked(
+        _library.gz_noise_shapes(
+            addresses[0].ctypes.data, counts.ctypes.data, addresses[1].ctypes.data, found.ctypes.data, len(seconds),
+            native.threads(),
+        )
+    )  # fmt: skip
+    return [bool(one) for one in found]
+
+
 def encode(
     parts: Sequence[Part], out: torch.Tensor, step: int = 0, digest: int = 0, poisoned: bool = False
 ) -> tuple[int, int]:
@@ -131,7 +145,7 @@ def decode(body: torch.Tensor, parts: Sequence[Part], add: bool = False, divisor
     """Reads a body into the values of its parts, divided by `divisor`; or adds it to them."""
     _checked(
         _library.gz_noise_decode(
-            body.data_ptr(), body.numel(), False, None, _parts(parts), len(parts), add, divisor, native.threads()
+            body.data_ptr(), body.numel(), False, None, _parts(parts), len(parts), add, divisor, None, native.threads()
         )
     )
 
@@ -145,12 +159,29 @@ def decode_frame(
     slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, add: bool = False, divisor: int = 1
 ) -> None:
     """Reads the frame in a slot into the values of its parts, divided by `divisor`; or adds it to them."""
+    _decode_frame(slot, parts, step, digest, add, divisor, None)
+
+
+def decode_means(slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, divisor: int) -> float:
+    """`decode_frame`, and the sum of the squares of what it has written; NaN if a value is not finite.
+
+    The last rounding of each value is left out of it, and it has the precision of float32.
+    """
+    squares = ctypes.c_double()
+    _decode_frame(slot, parts, step, digest, False, divisor, ctypes.byref(squares))
+    return squares.value
+
+
+def _decode_frame(
+    slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, add: bool, divisor: int, squares: object
+) -> None:
     expected = ctypes.byref(_id(step, digest))
     _checked(
         _library.gz_noise_decode(
-            slot.data_ptr(), slot.numel(), True, expected, _parts(parts), len(parts), add, divisor, native.threads()
+            slot.data_ptr(), slot.numel(), True, expected, _parts(parts), len(parts), add, divisor, squares,
+            native.threads(),
         )
-    )
+    )  # fmt: skip
 
 
 def reduce(terms: Sequence[torch.Tensor | Sequence[Part]], slot: Slot, step: int, digest: int) -> Written:

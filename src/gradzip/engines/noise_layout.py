@@ -147,6 +147,9 @@ class Shapes:
         self.addresses = np.array([0 if shape is None else shape.data_ptr() for shape in tensors], np.uint64)
 
 
+_WITHOUT = Shapes([])
+
+
 class PackedParts(Sequence[Part]):
     """Parts that stay where they are, as an array that is made once and filled in again in each step."""
 
@@ -154,7 +157,7 @@ class PackedParts(Sequence[Part]):
         self, values: Sequence[torch.Tensor], tensors: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
     ) -> None:
         """`tensors` and `starts` tell of which tensor the values of each part are, and from where on."""
-        self._values, self._tensors, self._shapes = values, tensors, Shapes([])
+        self._values, self._tensors, self._shapes = values, tensors, _WITHOUT
         self.array = np.zeros(len(values), _PART)
         self.array["values"] = [part.data_ptr() for part in values]
         self.array["n"] = [part.numel() for part in values]
@@ -171,9 +174,9 @@ class PackedParts(Sequence[Part]):
         self.array["key"] = keys[self._tensors]
         self.array["offset"] = offset
         self.array["level"] = 0 if levels is None else levels[self._tensors]
-        self.array["shape"] = 0
-        if shapes is not None:
-            found = shapes.addresses[self._tensors]
+        shapes = shapes or _WITHOUT
+        if shapes is not self._shapes:
+            found = shapes.addresses[self._tensors] if shapes.tensors else np.zeros(len(self), np.uint64)
             self.array["shape"] = np.where(found > 0, found + self.array["start"], 0)
             self._shapes = shapes
         return self

@@ -5,6 +5,7 @@ encode           the body of one frame of many parts, coarser by as many notches
 decode           a body into its parts
 encode_frames    several frames, with headers, into their slots
 decode_frame     the frame in a slot into its parts
+decode_means     the same, and the sum of their squares
 reduce           the frames of all ranks added in rank order, and the sum as a frame
 """
 
@@ -107,6 +108,18 @@ def _ordered_sum(terms: npt.NDArray[np.float64]) -> float:
             sums.append(lanes[0])
         terms = np.array(sums)
     return float(terms[0]) if terms.size else 0.0
+
+
+def shapes_of(seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[bool]:
+    """Writes the shapes that flat float32 second moments give; whether each is fit for one."""
+    found = []
+    for second, out in zip(seconds, outs):
+        bits = second.numpy().view(np.uint32)  # ordered like the values; those of negative ones are above all others
+        most = int(bits.max(initial=0))
+        found.append(0 < most < 0x7F800000)
+        if found[-1]:
+            out.numpy()[:] = np.maximum((bits >> 24).astype(np.int64) - (most >> 24), DEEPEST)
+    return found
 
 
 # --- Rounding ---------------------------------------------------------------------------------------------------------
@@ -427,6 +440,49 @@ def decode_frame(
 ) -> None:
     """Reads the frame in a slot into the values of its parts, divided by `divisor`; or adds it to them."""
     decode(_body_of(slot, [part.values.numel() for part in parts], step, digest), parts, add, divisor)
+
+
+def decode_means(slot: torch.Tensor, parts: Sequence[Part], step: int, digest: int, divisor: int) -> float:
+    """`decode_frame`, and the sum of the squares of what it has written; NaN if a value is not finite.
+
+    The last rounding of each value is left out of it, and it has the precision of float32.
+    """
+    counts = [part.values.numel() for part in parts]
+    body = _body_of(slot, counts, step, digest)
+    decode(body, parts, divisor=divisor)
+    if not all(part.values.isfinite().all() for part in parts):
+        return math.nan
+    frame, at = Frame(body, counts), 0
+    of_blocks = [0.0] * blocks_of(counts)
+    for number, part in enumerate(parts):
+        level = coarser(frame.levels[number], frame.notch)
+        power = np.ones(counts[number]) if part.shape is None else np.ldexp(1.0, part.shape.numpy().astype(np.int32))
+        start = 0
+        while start < counts[number] and level:
+            block = (at + start) // BLOCK
+            stop = min(counts[number], (block + 1) * BLOCK - at)
+            of_blocks[block] += _squares(frame.integers[number][start:stop], power[start:stop]) * (level * level)
+            start = stop
+        at += padded(counts[number])
+    total = 0.0
+    for of_block in of_blocks:
+        total += of_block
+    return total / (float(divisor) * float(divisor))
+
+
+def _squares(q: Floats, power: npt.NDArray[np.float64]) -> float:
+    """The sum of (q 2^d)^2: in 32 lanes of float32, of which each square is a number; integers above 119 apart."""
+    small = np.abs(q) <= NARROW_MOST
+    squares = (np.where(small, q, 0) * power) ** 2
+    lanes = np.zeros(32, np.float32)
+    for row in np.pad(squares, (0, -q.size % 32)).astype(np.float32).reshape(-1, 32):
+        lanes += row
+    sums, large = lanes.astype(np.float64), 0.0
+    while sums.size > 1:
+        sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+    for square in ((q * power) ** 2)[~small].tolist():
+        large += square
+    return float(sums[0]) + large
 
 
 def _body_of(slot: torch.Tensor, counts: Sequence[int], step: int, digest: int) -> torch.Tensor:

@@ -65,6 +65,9 @@ class _NoiseCoder(Coder):
         self._level_of_sum = np.zeros(len(message.names))
         self._whole = Table.of([], [], [1])  # whole tensors, for one owner
         self._coarser = 0
+        self._squares = dict[
+            tuple[str, int], tuple[int, float]
+        ]()  # of the means in each frame: how many, and their sum
         self._offset = noise_layout.offset_of(message.rank, message.world)
 
     def measure(self, values: Values) -> None:
@@ -97,7 +100,8 @@ class _NoiseCoder(Coder):
         else:
             (frame,) = frames
             assert frame is not None
-            self._engine.decode_frame(frame, parts, self._step, 0, divisor=by)
+            squares = self._engine.decode_means(frame, parts, self._step, 0, by)
+            self._squares[table.digest, owner] = int(table.columns(owner).length.sum()), squares
             self._note_levels(table, owner, frame)
         if wide is not out and targets:
             torch._foreach_copy_(targets, wide.parts(table, owner))
@@ -139,10 +143,17 @@ class _NoiseCoder(Coder):
         if self.message.hops < 2:
             return None  # no sum was coded
         noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
-        # the engine's sum of squares takes a twentieth of the time of torch's norm in float64
-        found = self._engine.measure(self._parts(in_float32(values), self._whole, 0, "whole"))
-        squares = float(found.squares.sum()) if found.finite.all() else math.nan
-        return Noisy(noise, squares, self._share, self._coarser)
+        return Noisy(noise, self._squares_of(values), self._share, self._coarser)
+
+    def _squares_of(self, means: Values) -> float:
+        """The sum of their squares, from the frames that they were decoded from."""
+        counts, squares = zip(*self._squares.values()) if self._squares else ((), ())
+        exact = in_float32(means, fill=False) is means
+        if exact and sum(counts) == self._whole.columns().length.sum():
+            return math.fsum(squares)  # in whatever order frames came
+        # Values of 16 bits may have become infinite in their own type.
+        found = self._engine.measure(self._parts(in_float32(means), self._whole, 0, "whole"))
+        return float(found.squares.sum()) if found.finite.all() else math.nan
 
     def _note_levels(self, table: Table, owner: int, frame: torch.Tensor) -> None:
         tensors, data = table.columns(owner).tensor, frame.numpy()[wire.HEADER_BYTES :]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from .. import engines
 from ..engines.cuda.noise import Shaper
 from . import moments
 from .moments import Moment
@@ -94,6 +95,7 @@ class SecondMoments:
         self._flat = torch.empty(0, dtype=torch.int8)
         self._scratch: torch.Tensor | None = None
         self._places: dict[str, torch.Tensor] = {}  # views of it, by name
+        self._sampled: _Sampled | None = None  # what ranks compare of it
         self._moments: dict[str, Moment] = {}  # where they come from
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
         self._shapes: dict[str, torch.Tensor | None] = {}
@@ -109,16 +111,16 @@ class SecondMoments:
         """Takes the state as it is now; True if other tensors have a shape than before."""
         if self._on_stream:
             return self._renew_on_stream()
-        before, found = self._shapes, dict[str, torch.Tensor | None]()
+        before, seconds = self._shapes, dict[str, torch.Tensor]()
         self._waiting = []
         for parameter, name in self._names.items():
             second = self._second(parameter, name)
             if second is not None:
-                shape = shape_of(second, self._place(name, parameter.numel()), self._scratch)
-                if shape is not None:
-                    found[name] = shape
-        self._shapes = found
-        return found.keys() != before.keys()
+                seconds[name] = second
+        places = [self._place(name, second.numel()) for name, second in seconds.items()]
+        fit = shapes_of(list(seconds.values()), places, self._scratch)
+        self._shapes = {name: place for name, place, fits in zip(seconds, places, fit) if fits}
+        return self._shapes.keys() != before.keys()
 
     def _renew_on_stream(self) -> bool:
         """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
@@ -183,11 +185,12 @@ class SecondMoments:
 
     def sums(self, step: int) -> torch.Tensor:
         """A number for each gradient, of a sample of its shape: what ranks compare. No shape has a sum above 0."""
-        weights, none = torch.arange(1, _SAMPLED + 1), torch.ones((), dtype=torch.int64)
-        shapes = [self._shapes.get(name) for name in self._names.values()]
-        rows = [None if shape is None else _sample(shape, step) for shape in shapes]
-        sums = [none if row is None else (row * weights[: row.numel()]).sum() for row in rows]
-        return torch.stack(sums) if sums else torch.zeros(0).long()
+        if not self._places:
+            return torch.ones(len(self._names), dtype=torch.int64)
+        if self._sampled is None:
+            self._sampled = _Sampled.of([place.numel() for place in self._places.values()])
+        has_one = [self._shapes.get(name) is not None for name in self._names.values()]
+        return torch.where(torch.tensor(has_one), self._sampled.sums(self._flat, step), 1)
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
@@ -234,6 +237,17 @@ class SecondMoments:
         return self._places[name]
 
 
+def shapes_of(
+    seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], scratch: torch.Tensor | None = None
+) -> list[bool]:
+    """`shape_of` for many tensors on one device: whether each has a shape, which is then in its `out`."""
+    if seconds and seconds[0].device.type == "cpu":
+        dense = [second.contiguous() for second in seconds]
+        found: list[bool] = engines.noise("cpu").shapes_of(dense, outs)
+        return found
+    return [shape_of(second, out, scratch) is not None for second, out in zip(seconds, outs)]
+
+
 def shape_of(
     second: torch.Tensor, out: torch.Tensor | None = None, scratch: torch.Tensor | None = None
 ) -> torch.Tensor | None:
@@ -260,9 +274,22 @@ def _is_on_gpu(count: object) -> bool:
     return isinstance(count, torch.Tensor) and count.device.type == "cuda"
 
 
-def _sample(shape: torch.Tensor, step: int) -> torch.Tensor:
-    """Every n-th value; it starts elsewhere in each step."""
-    count = min(shape.numel(), _SAMPLED)
-    stride = shape.numel() // count
-    room = shape.numel() - (count - 1) * stride
-    return shape.as_strided((count,), (stride,), shape.storage_offset() + step % room).long()
+class _Sampled(NamedTuple):
+    """Every n-th value of tensors that lie one behind the other, from elsewhere in each step."""
+
+    first: torch.Tensor  # places of each tensor's values in the first step
+    weights: torch.Tensor  # of those values, 0 where a tensor has fewer
+    room: torch.Tensor  # how far they may be moved
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> _Sampled:
+        size, number = torch.tensor(sizes)[:, None], torch.arange(_SAMPLED)
+        count = size.clamp(1, _SAMPLED)
+        stride = size // count
+        index = size.cumsum(0) - size + stride * number.clamp(max=count - 1)
+        weights = (number + 1) * (number < count) * (size > 0)
+        return cls(index.clamp(max=sum(sizes) - 1), weights, (size - (count - 1) * stride).clamp(min=1))
+
+    def sums(self, flat: torch.Tensor, step: int) -> torch.Tensor:
+        places = (self.first + step % self.room).clamp(max=flat.numel() - 1)
+        return (flat[places] * self.weights).sum(1)
