@@ -92,10 +92,15 @@ def pack_trits(values: torch.Tensor) -> torch.Tensor:
 
 def unpack_trits(data: torch.Tensor, count: int) -> torch.Tensor:
     assert data.numel() == trit_bytes(count)
-    values = _trits(data.device).index_select(0, data.int()).view(-1)
+    values = trits_of(data)
     if bool((data >= 3**TRITS_PER_BYTE).any()) or bool(values[count:].any()):
         raise Corrupt("a byte is no group of five ternary digits")
     return values[:count]
+
+
+def trits_of(data: torch.Tensor) -> torch.Tensor:
+    """Five digits for each byte, whatever it is; nothing waits for a GPU."""
+    return _trits(data.device).index_select(0, data.int()).view(-1)
 
 
 @cache
