@@ -95,7 +95,7 @@ class Matrix:
         return self.filled(self.flat(x))
 
 
-class _Quantized(Lossy, ABC):
+class QuantizedCodec(Lossy, ABC):
     """What they share: statistics of stretches, codes of values, and a body whose size follows from numel."""
 
     draws: ClassVar[int] = 0  # random bits for each value
@@ -188,7 +188,7 @@ def _either(bits: torch.Tensor, one: torch.Tensor, zero: torch.Tensor) -> torch.
 
 @register
 @dataclass(frozen=True)
-class Sign(_Quantized):
+class Sign(QuantizedCodec):
     """Signs, times the mean magnitude (EF-SignSGD). Body: `[4] float32 scale`, one bit per value, set for minus."""
 
     name: ClassVar[str] = "sign"
@@ -215,7 +215,7 @@ class Sign(_Quantized):
 
 @register
 @dataclass(frozen=True)
-class OneBit(_Quantized):
+class OneBit(QuantizedCodec):
     """The mean of the values from zero up, and that of those below: 1-bit SGD.
 
     Body: `[4] float32` the upper mean, `[4] float32` the lower, one bit per value, set for below zero.
@@ -249,7 +249,7 @@ class OneBit(_Quantized):
 
 @register
 @dataclass(frozen=True)
-class QSGD(_Quantized):
+class QSGD(QuantizedCodec):
     """Multiples of a step that each bucket of values has for itself, rounded up or down at random.
 
     Levels run from -s to s with s = 2^(bits-1) - 1. The step is the bucket's norm over s: its largest magnitude, or
@@ -341,7 +341,7 @@ def _short(step: torch.Tensor) -> torch.Tensor:
 
 @register
 @dataclass(frozen=True)
-class TernGrad(_Quantized):
+class TernGrad(QuantizedCodec):
     """-s, 0 or s at random, s the largest magnitude. Body: `[4] float32 s`, five values to a byte."""
 
     name: ClassVar[str] = "terngrad"
@@ -383,7 +383,7 @@ class TernGrad(_Quantized):
 
 @register
 @dataclass(frozen=True)
-class Natural(_Quantized):
+class Natural(QuantizedCodec):
     """Powers of two: one of the two around each magnitude, at random. All that is left is sign and exponent.
 
     With `bits` = b, the 2^(b-1) - 1 binades from the largest power downwards have a code; between the lowest of them

@@ -11,6 +11,7 @@ from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
 from ..codecs.scaled import Scaled
 from ..routes import CODING, Route
+from .coded_on_device import CodedOnStream
 from .coding import MessageCodec, Raw
 from .gcomp import GCompMessages
 from .generic import GenericMessages
@@ -69,9 +70,11 @@ def fills_frames(codec: Codec) -> bool:
 
 @lru_cache(maxsize=64)
 def stream_codec(codec: Codec) -> StreamCodec | None:
-    """The codec for whole messages on a stream; None: its frames have no known size, or it keeps residuals."""
+    """The codec for whole messages on a stream; None: its frames have no known size, or residuals leave the GPU."""
     if isinstance(codec, Noise):
         return NoiseOnStream(NoiseMessages(codec))
+    if CodedOnStream.serves(codec):
+        return CodedOnStream(codec)
     if codec.error_memory is not None:
         return None
     if isinstance(codec, Scaled):
