@@ -23,14 +23,20 @@ from gradzip.exchange.interpreter import Interpreter, run_rounds
 from gradzip.exchange.on_stream import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
+from gradzip.routes import NAMED
 from gradzip.sensitivity.shape import SecondMoments
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 SIZES = [3, 3000, 1, 700, 9001, 33, 1200]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
-CODECS = [
+CODED = [
     *("sign", "sign:feedback=false", "onebit", "terngrad", "terngrad:clip=2.5", "natural", "natural:bits=3"),
     *("qsgd", "qsgd:bits=5,bucket=64", "qsgd:bits=2,norm=l2,feedback=true"),
+]
+CODECS = [
+    *CODED,
+    *("randomk:ratio=0.1", "randomk:ratio=0.3,unbiased=true", "randomblock:ratio=0.1"),
+    *("randomblock:ratio=0.3,unbiased=true,feedback=true", "topk:ratio=0.05", "topk:ratio=1.0", "topk:feedback=false"),
     *("cast:feedback=true", "cast:to=fp16,feedback=true"),
     *("int8:feedback=true", "int4:feedback=true", "fp8:feedback=true", "int4:block=128,hadamard=true,feedback=true"),
 ]
@@ -50,22 +56,22 @@ def given(world: int, step: int, dtype: torch.dtype) -> list[list[torch.Tensor]]
 class Host:
     """All ranks in one process, with what they remember."""
 
-    def __init__(self, codec: str, world: int, dtype: torch.dtype) -> None:
-        self.codec, self.world, self.dtype = parse(codec), world, dtype
+    def __init__(self, codec: str, route: str | None, world: int, dtype: torch.dtype) -> None:
+        self.codec, self.route, self.world, self.dtype = parse(codec), route, world, dtype
         self.memories = [Memory(rank) for rank in range(world)]
         self.topology = Topology(0, tuple((rank,) for rank in range(world)))
 
     def step(self, step: int, gradients: list[list[torch.Tensor]], scale: float) -> list[torch.Tensor]:
-        found = stream_codec(self.codec)
+        found = stream_codec(self.codec, self.route)
         assert found is not None
-        by_frames = "allreduce" in found.routes and self.codec.summable
+        by_frames = found.route == NAMED["allreduce"]
         mean = (self._rounds if by_frames else self._messages)(step, gradients, scale)
         for memory in self.memories:
             memory.commit() if all(bool(x.isfinite().all()) for x in mean) else memory.drop()
         return mean
 
     def _messages(self, step: int, gradients: list[list[torch.Tensor]], scale: float) -> list[torch.Tensor]:
-        whole, found = message_codec(self.codec), stream_codec(self.codec)
+        whole, found = message_codec(self.codec), stream_codec(self.codec, self.route)
         assert whole is not None
         assert found is not None
         program = compiled(found.route, SIZES, whole, self.topology, dtype=self.dtype)
@@ -88,10 +94,10 @@ class Host:
 class Streams:
     """This rank's stream runner; its buckets begin at `cuts`, and DDP makes others in the fourth step."""
 
-    def __init__(self, codec: str, dtype: torch.dtype, cuts: list[int]) -> None:
+    def __init__(self, codec: str, route: str | None, dtype: torch.dtype, cuts: list[int]) -> None:
         group = dist.group.WORLD
         assert group is not None
-        made = stream_codec(parse(codec))
+        made = stream_codec(parse(codec), route)
         assert made is not None
         self._text, self._codec, self._dtype = codec, made, dtype
         topology = Topology(dist.get_rank(), tuple((rank,) for rank in range(dist.get_world_size())))
@@ -131,11 +137,11 @@ def alike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def compared(rank: int, codec: str) -> list[str]:
+def compared(rank: int, codec: str, route: str | None) -> list[str]:
     streams.install()
     world, wrong = dist.get_world_size(), list[str]()
     for dtype, cuts in ((torch.float32, [0, 7]), (torch.bfloat16, [0, 1, 3, 7]), (torch.float16, [0, 4, 7])):
-        host, mine = Host(codec, world, dtype), Streams(codec, dtype, cuts)
+        host, mine = Host(codec, route, world, dtype), Streams(codec, route, dtype, cuts)
         for step, (_, scale) in enumerate(STEPS):
             gradients = given(world, step, dtype)
             expected, found = host.step(step, gradients, scale), mine.step(step, gradients[rank], scale)
@@ -152,7 +158,9 @@ def compared(rank: int, codec: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("codec", CODECS)
-def test_means_and_residuals_are_those_of_the_interpreter(world: int, codec: str) -> None:
-    for wrong in run_ranks(world, compared, codec):
+@pytest.mark.parametrize(
+    ("codec", "route"), [*((codec, None) for codec in CODECS), *((codec, "alltoall") for codec in CODED)]
+)
+def test_means_and_residuals_are_those_of_the_interpreter(world: int, codec: str, route: str | None) -> None:
+    for wrong in run_ranks(world, compared, codec, route):
         assert wrong == []

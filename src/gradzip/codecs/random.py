@@ -22,7 +22,11 @@ def key_of(seed: int, step: int, name: str) -> int:
 
 def keyed_bits(key: int, index: torch.Tensor) -> torch.Tensor:
     """32 random bits for each index (int64, from 0 to 2^62), as an int64 tensor."""
-    low, high = key & 0xFFFFFFFF, key >> 32
+    return bits_of(key & 0xFFFFFFFF, key >> 32, index)
+
+
+def bits_of(low: torch.Tensor | int, high: torch.Tensor | int, index: torch.Tensor) -> torch.Tensor:
+    """The same of the lower and the upper half of keys, which may be beside the indices."""
     x = wire.mix32((index & 0xFFFFFFFF) ^ low)
     return wire.mix32(((x + (index >> 32)) & 0xFFFFFFFF) ^ high)
 

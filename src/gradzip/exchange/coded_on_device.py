@@ -1,9 +1,11 @@
 """Messages on the stream runner whose parts are coded one by one, by codecs whose frames have a known size.
 
 What the host codes as a frame for each part (generic.py) lies in one frame for each owner here, without headers, and is
-coded for all parts at once: values are copied to rows (rows.py), and every step is an operation on all of them. Means
-are coded as on the host, and residuals are the same: those of gradients, and of the means that this rank codes. All
-arithmetic gives the same bits on every device, so that both runners agree wherever they run.
+coded for all parts at once: values are copied to rows (rows.py), and every step is an operation on all of them. By the
+route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all tensors, and all ranks
+add all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
+the means that this rank codes. All arithmetic gives the same bits on every device, so that both runners agree wherever
+they run.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from ..codecs.sums import LANES
 from ..engines import noise_layout
 from ..engines.cuda.scaled import ALIGN, PART, Launch, Work
 from ..engines.scaled_layout import places
+from ..routes import NAMED
+from .compensated import CompensatedMessage
 from .generic import GenericMessages, stage_of
 from .on_device import DeviceMessage, StreamCodec
-from .parts import Part
-from .program import Program, Recode
-from .residuals_on_device import Piece, Residuals
+from .parts import Part, Table
+from .program import REDUCE_SCATTER, Program, Recode
+from .residuals_on_device import Piece
 from .rows import Layout, Rows
 
 
@@ -150,8 +154,8 @@ def name_of(program: Program, part: Part) -> str:
     return name if whole else f"{name}[{part.start}:{part.stop}]"
 
 
-class CodedMessage(DeviceMessage):
-    """`x` stands for values in rows; what fills rows up is zero wherever statistics are made of it."""
+class CodedMessage(CompensatedMessage):
+    """`x` is in rows; what fills rows up is zero wherever statistics are made of it."""
 
     def __init__(
         self,
@@ -161,96 +165,56 @@ class CodedMessage(DeviceMessage):
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__(program, rank, buffer, tensors)
-        device, world = buffer.device, self.world
-        self._narrow = program.dtype != torch.float32
-        layout = Layout(self.table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
-        self._coder = _coder(codec, layout, program, rank, device)
-        self._all = Rows(layout, range(world), device)
-        self._mine = Rows(layout, [rank], device)
-        self._came = Rows(layout, [rank] * world, device)  # a frame from each rank
-        size = world * self._coder.frame_bytes
-        self.sent, self.received, self.gathered = (
-            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(3)
-        )
-        self.sum_frame = self.gathered.view(world, -1)[rank]
-        self._x, self._sum = self._all.new(), self._mine.new()
-        self._decoded, self._terms = self._all.new(), self._came.new()  # of own frames and of means; of all ranks
-        self._parts = [tensors[part.tensor][part.start : part.stop] for part in self._all.parts]
-        self._in_x, self._in_decoded = self._all.views(self._x), self._all.views(self._decoded)
-        # On the device: CUDA divides by a number of the host by way of its reciprocal, which rounds differently.
-        self._divisor = torch.full((), float(program.divisor), device=device)
-        self._units: dict[float, torch.Tensor] = {}
-        if codec.error_memory is not None:
-            self._sum_decoded = self._mine.new()
-            self.residuals = self._kept(codec.name)
-
-    def _kept(self, codec: str) -> Residuals:
+        device, world = buffer.device, program.world
+        self.scatters = program.route == NAMED["alltoall"] or program.route == REDUCE_SCATTER
+        table = program.dealt if self.scatters else Table.of(program.names, program.sizes, [])
+        layout = Layout(table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
+        self._all = Rows(layout, range(table.owners), device)
+        self._mine = Rows(layout, [rank], device) if self.scatters else self._all
         own, sums = (
             [Piece(p.tensor, p.start, p.stop, at) for p, at in zip(rows.parts, rows.firsts)]
             for rows in (self._all, self._mine)
         )
-        (recode,) = (step for step in self.program.steps if isinstance(step, Recode))
-        hop = self.program.hop(recode.target)
-        stages = [stage_of(hop, part) for part in self._mine.parts]
-        return Residuals(codec, self.program.names, own, list(zip(stages, sums)))
-
-    # -- the steps -----------------------------------------------------------------------------------------------
+        stages = [_stage(program, part) for part in self._mine.parts] if codec.error_memory and self.scatters else []
+        super().__init__(program, codec, rank, buffer, tensors, self._all.new(), own, list(zip(stages, sums)))
+        self._coder = _coder(codec, layout, program, rank, device)
+        size = world * self._coder.frame_bytes
+        self.gathered = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.sum_frame = self.gathered.view(world, -1)[rank]
+        self.sent, self.received = (
+            torch.zeros(size if self.scatters else 0, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self._frames = self.sent.view(world, -1) if self.scatters else self.sum_frame.view(1, -1)  # of own gradients
+        self._sum, self._term = self._mine.new(), self._mine.new()
+        self._decoded = self._all.new()
+        self._in_decoded = self._all.views(self._decoded if self.scatters else self._sum)
 
     def encode(self, step: int) -> None:
         self._coder.begin(step)
-        sent, rounding = self.sent.view(self.world, -1), self._take()
+        sent, total = self._frames, self._take()
         self._coder.encode(self._x, self._all, sent, step)
         if self.residuals is not None:
             self._coder.decode(sent, self._all, self._decoded, step)
             lost = self._x - self._as_type(self._decoded)
-            lost.add_(0.0 if rounding is None else rounding)  # with 0.0 there is no -0, as on the host
+            lost.add_(0.0 if total is None else total.sub_(self._x))  # with 0.0 there is no -0, as on the host
             self._own_lost = self._without(self.residuals.scale, self._all.real(lost))
 
-    def _take(self) -> torch.Tensor | None:
-        """Copies the gradients, adds what was lost before, and rounds to their type; what that rounding took."""
-        if self.residuals is None:
-            torch._foreach_copy_(self._in_x, self._parts)
-            return None
-        totals, before, parts = self.residuals.totals, self.residuals.before(), self._parts
-        if totals is not None:
-            parts = [totals[part.tensor][part.start : part.stop] for part in self._all.parts]
-        torch._foreach_copy_(self._in_x, parts)
-        if before is not None:
-            self._x.add_(before.view(self._x.shape) * self.residuals.scale)
-        if not self._narrow:
-            return None
-        total = self._x.clone()
-        return total.sub_(self._as_type(self._x))
-
-    def _as_type(self, x: torch.Tensor) -> torch.Tensor:
-        """Rounds float32 values to the gradients' type, in place."""
-        return x.copy_(x.to(self.program.dtype)) if self._narrow else x
-
-    def _without(self, unit: float, lost: torch.Tensor) -> torch.Tensor:
-        """Residuals without the loss scale."""
-        if unit == 1:
-            return lost
-        if unit not in self._units:
-            self._units[unit] = torch.full_like(self._divisor, unit)
-        return lost.div_(self._units[unit])
-
-    def _add_up(self, step: int) -> None:
-        self._coder.decode(self.received.view(self.world, -1), self._came, self._terms, step)
-        first, *others = self._as_type(self._terms).view(self.world, -1, LANES).unbind()
-        self._sum.copy_(first)
-        for term in others:
-            self._sum.add_(term)
+    def _add_up(self, frames: torch.Tensor, step: int) -> None:
+        """Forms the mean of a frame of each rank, in float32 and in their order."""
+        for rank, frame in enumerate(frames.view(self.world, 1, -1).unbind()):
+            self._coder.decode(frame, self._mine, self._term, step)
+            self._as_type(self._term)
+            self._sum.add_(self._term) if rank else self._sum.copy_(self._term)
         if self.program.divisor > 1:
             self._sum.div_(self._divisor)
         self._as_type(self._sum.copy_(self._mine.real(self._sum)))
 
     def keep(self, step: int) -> None:
-        self._add_up(step)
+        self._add_up(self.received, step)
         torch._foreach_copy_(self._own_parts, self._mine.views(self._sum))
 
     def reduce(self, step: int) -> None:
-        self._add_up(step)
+        self._add_up(self.received, step)
         frame = self.sum_frame.view(1, -1)
         if self.residuals is None:
             self._coder.encode(self._sum, self._mine, frame, step)
@@ -261,16 +225,22 @@ class CodedMessage(DeviceMessage):
             self._sum.add_(before.view(self._sum.shape) * unit)
         total = self._sum.clone()
         self._coder.encode(self._as_type(self._sum), self._mine, frame, step)
-        self._coder.decode(frame, self._mine, self._sum_decoded, step)
-        lost = total.sub_(self._as_type(self._sum_decoded))
+        self._coder.decode(frame, self._mine, self._term, step)
+        lost = total.sub_(self._as_type(self._term))
         self._sum_lost = self._without(unit, self._mine.real(lost))
 
     def decode(self, step: int) -> None:
-        self._coder.decode(self.gathered.view(self.world, -1), self._all, self._decoded, step)
+        if self.scatters:
+            self._coder.decode(self.gathered.view(self.world, -1), self._all, self._decoded, step)
+        else:
+            self._add_up(self.gathered, step)
         torch._foreach_copy_(self._parts, self._in_decoded)
 
-    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._own_lost, self._sum_lost
+
+def _stage(program: Program, part: Part) -> str:
+    """What Memory calls what is lost of the mean of a part."""
+    (recode,) = (step for step in program.steps if isinstance(step, Recode))
+    return stage_of(program.hop(recode.target), part)
 
 
 def _coder(codec: Codec, layout: Layout, program: Program, rank: int, device: torch.device) -> RowCoder:
@@ -287,8 +257,9 @@ class CodedOnStream(StreamCodec):
 
     widest = 4
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, route: str) -> None:
         self.codec, self.text, self.feeds_back = GenericMessages(codec), str(codec), codec.error_memory is not None
+        self.route = NAMED[route]
 
     @staticmethod
     def serves(codec: Codec) -> bool:

@@ -242,8 +242,7 @@ class StreamCodec(ABC):
     codes_sums = False  # as in MessageCodec
     feeds_back = False
     widest = 8  # bytes of a value, at the most
-    route = NAMED["alltoall"]
-    routes: frozenset[str] = frozenset({"alltoall", str(NAMED["alltoall"].on("gpu"))})  # that it stands for
+    route = NAMED["alltoall"]  # of its programs
 
     def slots(self, program: Program) -> Slots | None:
         """The first slots of a message; None: the size of its frames follows from the program."""
@@ -264,8 +263,6 @@ class StreamCodec(ABC):
 
 class RawOnStream(StreamCodec):
     """The values as they are (`identity`), or rounded to 16 bits (`cast`)."""
-
-    routes = StreamCodec.routes | {"allreduce"}
 
     def __init__(self, codec: Raw) -> None:
         self.codec, self.text = codec, codec.text

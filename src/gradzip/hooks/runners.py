@@ -80,7 +80,7 @@ def _streams(way: Way, dtype: torch.dtype, patient: bool) -> bool:
         return False
     if way.route == FACTORS:
         return factors_on_device.serves(way.codec)
-    codec = stream_codec(way.codec)
-    if codec is None or way.route not in codec.routes or dtype.itemsize > codec.widest:
+    codec = stream_codec(way.codec, way.route)
+    if codec is None or dtype.itemsize > codec.widest:
         return False
     return not codec.feeds_back or (FEEDS_BACK in RUN_ON_GPUS and not patient)
