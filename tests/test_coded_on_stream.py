@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import emulated
@@ -12,22 +13,32 @@ import streams
 import torch
 import torch.distributed as dist
 from conftest import gradient, same_bits
-from ranks import run_ranks
+from ranks import TIMEOUT, run_ranks
+from test_attach_noise import Task
+from test_factors_on_stream import OVERFLOW, kept, train
+from test_on_stream import _copied
 from test_programs import compiled
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from training import same
 
+import gradzip
+from gradzip import Fixed, Option, Rules
 from gradzip.codecs import parse
-from gradzip.exchange import rounds
+from gradzip.exchange import on_stream, rounds
 from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter, run_rounds
 from gradzip.exchange.on_stream import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
+from gradzip.gradients import Way
+from gradzip.hooks import runners
 from gradzip.routes import NAMED
 from gradzip.sensitivity.shape import SecondMoments
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
-SIZES = [3, 3000, 1, 700, 9001, 33, 1200]
+SIZES = [3, 1300, 1, 700, 2601, 33, 640]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
 CODED = [
     *("sign", "sign:feedback=false", "onebit", "terngrad", "terngrad:clip=2.5", "natural", "natural:bits=3"),
@@ -75,6 +86,7 @@ class Host:
         assert whole is not None
         assert found is not None
         program = compiled(found.route, SIZES, whole, self.topology, dtype=self.dtype)
+        program = replace(program, chunk=program.dealt)  # as the host runner has it
         messages = [
             Message(program.names, self.dtype, rank, self.world, step, scale=scale, memory=self.memories[rank])
             for rank in range(self.world)
@@ -140,7 +152,9 @@ def alike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 def compared(rank: int, codec: str, route: str | None) -> list[str]:
     streams.install()
     world, wrong = dist.get_world_size(), list[str]()
-    for dtype, cuts in ((torch.float32, [0, 7]), (torch.bfloat16, [0, 1, 3, 7]), (torch.float16, [0, 4, 7])):
+    for dtype, cuts in ((torch.float32, [0, 7]), (torch.bfloat16, [0, 1, 3, 7]), (torch.float16, [0, 4, 7]))[
+        : 5 - world
+    ]:
         host, mine = Host(codec, route, world, dtype), Streams(codec, route, dtype, cuts)
         for step, (_, scale) in enumerate(STEPS):
             gradients = given(world, step, dtype)
@@ -158,9 +172,171 @@ def compared(rank: int, codec: str, route: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("codec", "route"), [*((codec, None) for codec in CODECS), *((codec, "alltoall") for codec in CODED)]
-)
+@pytest.mark.parametrize(("codec", "route"), [*((c, None) for c in CODECS), *((c, "alltoall") for c in CODED)])
 def test_means_and_residuals_are_those_of_the_interpreter(world: int, codec: str, route: str | None) -> None:
     for wrong in run_ranks(world, compared, codec, route):
         assert wrong == []
+
+
+# --- By attach -------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "sign": Fixed("sign"),
+    "sign by alltoall": Fixed(Option("sign", route="alltoall")),
+    "topk": Fixed("topk:ratio=0.1"),
+    "randomk": Fixed("randomk:ratio=0.2"),
+    "qsgd": Fixed("qsgd:bits=4"),
+    "int8 with feedback": Fixed("int8:feedback=true"),
+    "several": Rules({"0.weight": "onebit", "2.weight": "topk:ratio=0.2", "*.bias": "noise"}, small=True),
+}
+
+
+def saved(task: Task) -> dict[str, Any]:
+    parts = {"model": task.model.module, "optimizer": task.optimizer, "handle": task.handle}
+    return {key: torch.utils._pytree.tree_map(_copied, part.state_dict()) for key, part in parts.items()}
+
+
+def resumed(policy: Any, state: dict[str, Any], first: int, last: int) -> list[torch.Tensor]:
+    task, state = Task(policy), copy.deepcopy(state)  # an optimizer goes on in the tensors that it is given
+    task.model.module.load_state_dict(state["model"])
+    task.optimizer.load_state_dict(state["optimizer"])
+    task.handle.load_state_dict(state["handle"])
+    train(task, first, last)
+    return task.parameters()
+
+
+def attached(rank: int, name: str) -> dict[str, Any]:
+    """A rank's gradients are infinite in step 5. States of either runner are gone on from by the other."""
+    out, states, choose = dict[str, Any](), dict[str, dict[int, Any]](), runners.choose
+    streams.install()
+    for case in ("host", "stream"):
+        runners.choose = choose if case == "stream" else lambda *given: runners.HOST
+        task, states[case] = Task(POLICIES[name]), {}
+        for number in range(8):
+            if number in (1, OVERFLOW, OVERFLOW + 1):
+                states[case][number] = saved(task)
+            train(task, number, number + 1)
+            if number == 7 and case == "stream":
+                assert task.handle._stream is not None
+                out["waits"] = task.handle._stream._open is not None
+        out[case], out[f"{case} keeps"] = task.parameters(), kept(task)
+        out[f"{case} runner"] = task.handle.stats()["runner"]
+    for case, other in (("stream", "stream"), ("host", "stream"), ("stream", "host")):
+        runners.choose = choose if other == "stream" else lambda *given: runners.HOST
+        for number in states[case]:
+            out[f"from {number} of {case} by {other}"] = resumed(POLICIES[name], states[case][number], number, 8)
+    runners.choose = choose
+    large = Task(POLICIES[name], bucket_mb=25, gradient_as_bucket_view=True)
+    train(large, 0, 8)
+    out["large"] = large.parameters()
+    return out
+
+
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in POLICIES), (3, "sign by alltoall"), (4, "topk")])
+def test_attach_gives_the_host_runners_bits_and_states_move_between_runners(world: int, name: str) -> None:
+    ranks = run_ranks(world, attached, name)
+    for found in ranks:
+        assert found["stream runner"] == "stream" != found["host runner"]
+        assert not found["waits"], "once buckets stay where they are, the device decides"
+        for case, parameters in found.items():
+            if case.startswith("from") or case in ("host", "stream", "large"):
+                assert same(parameters, ranks[0]["host"]), case
+        assert found["host keeps"].keys() == found["stream keeps"].keys()
+        for key, value in found["host keeps"].items():
+            assert same_bits(value, found["stream keeps"][key]), key
+
+
+def changed(rank: int) -> dict[str, Any]:
+    """From codec to codec, the first step after a change overflows; then ranks run out of inputs."""
+    out, choose = dict[str, Any](), runners.choose
+    streams.install()
+    for case in ("host", "stream"):
+        runners.choose = choose if case == "stream" else lambda *given: runners.HOST
+        task = Task(Fixed(Option("sign", route="alltoall")))
+        train(task, 0, 4)
+        for number, policy in enumerate((Fixed("int4:feedback=true"), "noise", Fixed("topk:ratio=0.1"), Fixed("sign"))):
+            first = 4 + 3 * number
+            task.handle.set_policy(policy)
+            train(task, first, first + 3, overflow=first)
+        out[case], out[f"{case} keeps"] = task.parameters(), kept(task)
+        with Join([task.model]):
+            for number in range(16, 19 if rank == 0 else 21):
+                task.step(number)
+        out[f"{case} joined"] = task.parameters()
+    runners.choose = choose
+    return out
+
+
+def test_residuals_go_from_codec_to_codec_and_through_uneven_inputs() -> None:
+    ranks = run_ranks(2, changed)
+    for found in ranks:
+        assert same(found["stream"], ranks[0]["host"])
+        assert alike(found["stream keeps"], found["host keeps"]) == []
+        assert same(found["stream joined"], found["host joined"])
+
+
+def convolved(rank: int) -> dict[str, Any]:
+    """Gradients that are not row-major, in 16 bits."""
+    out, choose = dict[str, Any](), runners.choose
+    streams.install()
+    for case in ("host", "stream"):
+        runners.choose = choose if case == "stream" else lambda *given: runners.HOST
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10)).to(memory_format=torch.channels_last)
+        model = nn.parallel.DistributedDataParallel(net.bfloat16(), gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = Rules({"0.weight": Option("sign", route="alltoall"), "2.weight": "topk:ratio=0.1"}, small=True)
+        handle = gradzip.attach(model, optimizer, policy, timeout=TIMEOUT)
+        for step in range(5):
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 3, 5, 5, generator=draw).bfloat16()).square().mean().backward()
+            optimizer.step()
+        out[case] = [p.detach().clone() for p in net.parameters()]
+        state = handle.state_dict()
+        out[f"{case} keeps"] = {k: torch.as_tensor(v) for k, v in state.items() if "residual/" in k}
+    runners.choose = choose
+    return out
+
+
+def test_gradients_of_16_bits_that_are_not_row_major() -> None:
+    ranks = run_ranks(2, convolved)
+    for found in ranks:
+        assert same(found["stream"], ranks[0]["host"])
+        assert alike(found["stream keeps"], found["host keeps"]) == []
+        assert len(found["stream keeps"]) >= 2
+
+
+# --- Which runner ----------------------------------------------------------------------------------------------------
+
+
+def test_what_has_not_been_run_on_gpus_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_stream, "reason_against", lambda group, device: None)
+    group, device = object(), torch.device("cuda", 0)
+
+    def chosen(codec: str, route: str, dtype: torch.dtype = torch.float32, patient: bool = False) -> str:
+        ways = {"weight": Way(parse(codec), route, False, None)}
+        return runners.choose(ways, {"weight": dtype}, device, group, False, patient)  # type: ignore[arg-type]
+
+    usual = [("sign", "allgather"), ("natural", "alltoall"), ("topk", "allgather"), ("randomk", "allreduce")]
+    for codec, route in (*usual, ("int8:feedback=true", "alltoall")):
+        assert chosen(codec, route) == runners.HOST
+    assert chosen("int8", "alltoall") == runners.STREAM
+    monkeypatch.setattr(runners, "RUN_ON_GPUS", {*runners.RUN_ON_GPUS, "sign", "natural", "topk", "randomk"})
+    assert chosen("natural", "alltoall") == runners.STREAM
+    assert chosen("sign", "allgather") == runners.HOST, "its residuals have not been run"
+    monkeypatch.setattr(runners, "RUN_ON_GPUS", {*runners.RUN_ON_GPUS, runners.FEEDS_BACK})
+    for codec, route in (*usual, ("int8:feedback=true", "alltoall")):
+        assert chosen(codec, route) == runners.STREAM
+        on_gpu = str(NAMED[route].on("gpu"))
+        assert chosen(codec, on_gpu) == runners.STREAM
+    assert chosen("sign", "allgather", torch.float64) == runners.HOST
+    assert chosen("sign", "allgather", patient=True) == runners.HOST
+    for codec, route in (
+        ("topk", "alltoall"),
+        ("randomk", "alltoall"),
+        ("sign", "ring"),
+        ("sign:feedback=cpu", "allgather"),
+    ):
+        assert chosen(codec, route) == runners.HOST
+    assert stream_codec(parse("qsgd:bucket=100")) is None, "rows of 32 values would belong to two buckets"

@@ -188,7 +188,7 @@ class StreamCalls(_Calls):
         found = stream_codec(codec, str(_ROUTE))
         if found is None:
             raise Unsupported(
-                f"the frames of {codec} have no size that is known beforehand when sums are formed by owners of parts, so "
+                f"the frames of {codec} have no size that is known beforehand, or no owners who add them up, so "
                 "they cannot go by streams"
             )
         self._stream_codec, self._group = found, group

@@ -2,8 +2,8 @@
 
 What the host codes as a frame for each part (generic.py) lies in one frame for each owner here, without headers, and is
 coded for all parts at once: values are copied to rows (rows.py), and every step is an operation on all of them. By the
-route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all tensors, and all ranks
-add all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
+route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all parts, and all ranks add
+all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
 the means that this rank codes. All arithmetic gives the same bits on every device, so that both runners agree wherever
 they run.
 """
@@ -29,7 +29,7 @@ from ..routes import NAMED
 from .compensated import CompensatedMessage
 from .generic import GenericMessages, stage_of
 from .on_device import DeviceMessage, StreamCodec
-from .parts import Part, Table
+from .parts import Part
 from .program import REDUCE_SCATTER, Program, Recode
 from .residuals_on_device import Piece
 from .rows import Layout, Rows
@@ -167,7 +167,7 @@ class CodedMessage(CompensatedMessage):
     ) -> None:
         device, world = buffer.device, program.world
         self.scatters = program.route == NAMED["alltoall"] or program.route == REDUCE_SCATTER
-        table = program.dealt if self.scatters else Table.of(program.names, program.sizes, [])
+        table = program.dealt if self.scatters else program.dealt.joined()
         layout = Layout(table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
         self._all = Rows(layout, range(table.owners), device)
         self._mine = Rows(layout, [rank], device) if self.scatters else self._all
@@ -181,9 +181,7 @@ class CodedMessage(CompensatedMessage):
         size = world * self._coder.frame_bytes
         self.gathered = torch.zeros(size, dtype=torch.uint8, device=device)
         self.sum_frame = self.gathered.view(world, -1)[rank]
-        self.sent, self.received = (
-            torch.zeros(size if self.scatters else 0, dtype=torch.uint8, device=device) for _ in range(2)
-        )
+        self.sent, self.received = (self.gathered.new_zeros(size if self.scatters else 0) for _ in range(2))
         self._frames = self.sent.view(world, -1) if self.scatters else self.sum_frame.view(1, -1)  # of own gradients
         self._sum, self._term = self._mine.new(), self._mine.new()
         self._decoded = self._all.new()

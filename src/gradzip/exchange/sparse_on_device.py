@@ -28,7 +28,7 @@ from .topology import Topology
 
 
 class _Sparse(CompensatedMessage):
-    """All values of all tensors one behind the other; those that are sent are known by their places among them."""
+    """All values of all ranges one behind the other; those that are sent are known by their places among them."""
 
     def __init__(
         self,
@@ -37,10 +37,12 @@ class _Sparse(CompensatedMessage):
         rank: int,
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
+        ranges: Sequence[tuple[int, int, int]],
     ) -> None:
-        sizes, device = np.array(program.sizes), buffer.device
-        self._firsts = np.cumsum(sizes) - sizes
-        pieces = [Piece(i, 0, int(n), int(at)) for i, (n, at) in enumerate(zip(sizes, self._firsts))]
+        """`ranges`: tensor, start and stop of what values are chosen from."""
+        sizes, device = np.array([stop - start for _, start, stop in ranges], np.int64), buffer.device
+        self._values, self._firsts = sizes, np.cumsum(sizes) - sizes  # of each range
+        pieces = [Piece(*each, int(at)) for each, at in zip(ranges, self._firsts)]
         x = torch.zeros(int(sizes.sum()), device=device)
         super().__init__(program, codec, rank, buffer, tensors, x, pieces)
         self._counts = [codec.kept(int(size)) for size in sizes]
@@ -60,7 +62,7 @@ class PickedMessage(_Sparse):
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__(program, codec, rank, buffer, tensors)
+        super().__init__(program, codec, rank, buffer, tensors, [(i, 0, n) for i, n in enumerate(program.sizes)])
         device, counts = buffer.device, np.array(self._counts)
         self._codec = codec
         numbers = torch.zeros(int(counts.sum()), dtype=program.dtype, device=device)
@@ -74,7 +76,7 @@ class PickedMessage(_Sparse):
         def table(column: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(column.astype(np.int64)).to(device)
 
-        sizes, of = np.array(program.sizes), np.repeat(np.arange(len(counts)), counts)
+        sizes, of = self._values, np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # of each number in its tensor
         begin, end = number * sizes[of] // counts[of], (number + 1) * sizes[of] // counts[of]
         self._of, self._first, self._number = table(of), table(self._firsts[of]), table(number)
@@ -130,9 +132,10 @@ class TopMessage(_Sparse):
     def __init__(
         self, program: Program, codec: TopK, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        super().__init__(program, codec, rank, buffer, tensors)
+        parts = [(part.tensor, part.start, part.stop) for part in program.dealt.joined().parts]
+        super().__init__(program, codec, rank, buffer, tensors, parts)
         device, kind = buffer.device, torch.int16 if self._narrow else torch.int32
-        counts, sizes = np.array(self._counts), np.array(program.sizes)
+        counts, sizes = np.array(self._counts), self._values
         self._count, numel = int(counts.sum()), int(sizes.sum())
         self._values_end = self._count * program.dtype.itemsize
         self._end = self._values_end + position_bytes(numel, self._count)
