@@ -8,6 +8,7 @@ import emulated
 import torch
 import torch.distributed as dist
 
+from gradzip.codecs import REGISTRY
 from gradzip.engines.cuda import launch, pack_select
 from gradzip.exchange import on_stream, slots
 from gradzip.hooks import runners
@@ -25,7 +26,7 @@ def install(room: float = 100.0) -> None:
     on_stream.reason_against = lambda group, device: None  # type: ignore[assignment]
     on_stream.all_reduce = in_order
     pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
-    runners.RUN_ON_GPUS |= {"powersgd", runners.LEARNS}
+    runners.RUN_ON_GPUS |= {*REGISTRY, runners.LEARNS, runners.FEEDS_BACK}
 
 
 class Done:

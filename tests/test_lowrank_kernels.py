@@ -16,7 +16,7 @@ from test_lowrank import close, hostile, low_rank
 from gradzip import Context
 from gradzip.codecs.base import Apart, Kept, Left, Reduced
 from gradzip.codecs.lowrank import PowerSGD
-from gradzip.engines.cuda import factors, hot, launch
+from gradzip.engines.cuda import factors, launch, pack_select
 
 SHAPES = [(130, 64), (300, 90), (7,), (130, 64), (520, 70), (64, 300), (17, 3, 5, 5), (2, 2), ()]
 Lost = list[torch.Tensor | None]
@@ -40,7 +40,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(autouse=True)
 def emulates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(hot, "serves", lambda tensor: tensor.is_contiguous())
+        monkeypatch.setattr(pack_select, "serves", lambda tensor: tensor.is_contiguous())
 
 
 class Twin:

@@ -95,7 +95,7 @@ def interpreted(codec: str, step: int, gradients: list[list[torch.Tensor]], shap
     world, dtype, made = len(gradients), gradients[0][0].dtype, stream_codec(parse(codec))
     assert made is not None
     topology = Topology(0, tuple((rank,) for rank in range(world)))
-    program = compiled(on_stream.ROUTE, SIZES, made.codec, topology, dtype=dtype)  # type: ignore[attr-defined]
+    program = compiled(made.route, SIZES, made.codec, topology, dtype=dtype)  # type: ignore[attr-defined]
     known = Shapes(shapes.of(NAMES))
     messages = [Message(program.names, dtype, rank, world, step, 0, known) for rank in range(world)]
     return Interpreter(program, made.codec, messages).run(gradients)[0]  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from gradzip.codecs.scaled import Fp8, Int4, Int8, Scaled
 from gradzip.engines.scaled_layout import BLOCKS
 from gradzip.errors import Corrupt
 from gradzip.exchange.codecs import fills_frames, stream_codec
+from gradzip.exchange.coded_on_device import CodedOnStream
 from gradzip.wire import HEADER_BYTES
 
 HEAD = 16
@@ -139,7 +140,9 @@ def test_codecs_with_feedback_travel_tensor_by_tensor() -> None:
         kept = parse(f"{text}{',' if ':' in text else ':'}feedback=true")
         assert kept.error_memory == "fp32"
         assert not fills_frames(kept)
-        assert stream_codec(kept) is None
+        assert isinstance(stream_codec(kept), CodedOnStream), "part by part, too"
+        for form in ("bf16", "cpu"):  # these leave the GPU, or its form
+            assert stream_codec(parse(f"{text}{',' if ':' in text else ':'}feedback={form}")) is None
 
 
 # --- By attach -------------------------------------------------------------------------------------------------------

@@ -194,9 +194,9 @@ class Memory:
         bundled = {bundle.kept for bundle in self._bundles.values()}
         return bool(self._residuals) or any(r is not None for kept in bundled for r in kept.residuals)
 
-    def residual(self, name: str) -> torch.Tensor | None:
-        """What was lost of the gradient of that name, as it is kept."""
-        return None if self._folded(name) else self._residual(name)
+    def residual(self, name: str, stage: str = GRADIENT) -> torch.Tensor | None:
+        """What was lost of the gradient of that name, or of a sum, as it is kept."""
+        return None if stage == GRADIENT and self._folded(name) else self._residual(name, stage)
 
     def holds(self, name: str) -> bool:
         """Whether something is to be added to the gradient of that name."""
@@ -240,10 +240,15 @@ class Memory:
         self, owner: object, names: Sequence[str], codec: str, tensors: Sequence[torch.Tensor], scale: float
     ) -> Kept:
         """What is kept of these gradients: as `owner` left it where nothing else has to be done, or each by itself."""
-        bundle = self._bundles.get(names[0])
-        if bundle is not None and bundle.owner() is owner and not self._has_folded and is_exact(scale):
-            return bundle.kept
+        kept = self.kept_by(owner, names)
+        if kept is not None and is_exact(scale):
+            return kept
         return Apart(self.to_add(names, tensors, scale), [self.state(name, codec) for name in names])
+
+    def kept_by(self, owner: object, names: Sequence[str]) -> Kept | None:
+        """What `owner` has left of all of these, if nothing else has to be added to them."""
+        bundle = self._bundles.get(names[0])
+        return bundle.kept if bundle is not None and bundle.owner() is owner and not self._has_folded else None
 
     def keep_all(self, owner: object, names: Sequence[str], codec: str, kept: Kept) -> None:
         """Takes what this step leaves of all of them."""
@@ -251,6 +256,9 @@ class Memory:
         if bundle is None or bundle.owner() is not owner:
             if self.patient or self._has_folded or any(self.forms.get(name) in ("bf16", "cpu") for name in names):
                 self.lost_all(names, kept.residuals)
+                for name, sums in zip(names, kept.sums):
+                    for stage, residual in sums.items():
+                        self.keep(name, residual, stage)
                 self._next_states |= {f"{codec}/{name}": state for name, state in zip(names, kept.states)}
                 return
             bundle = _Bundle(owner, names, codec, kept)
@@ -268,6 +276,8 @@ class Memory:
                     self._residuals[f"{GRADIENT}/{each}"] = residual
                 if state:
                     self._states[f"{bundle.codec}/{each}"] = state
+            for each, sums in zip(bundle.names, bundle.kept.sums):
+                self._residuals |= {f"{stage}/{each}": residual for stage, residual in sums.items()}
             for each in bundle.names:
                 del self._bundles[each]
 
@@ -283,6 +293,9 @@ class Memory:
                 self._spares.pop(f"{GRADIENT}/{name}", None)
                 self._states.pop(f"{bundle.codec}/{name}", None)
                 self._bundles[name] = bundle
+        for name, sums in zip(bundle.names, bundle.kept.sums):
+            for stage in sums:
+                self._residuals.pop(f"{stage}/{name}", None)
 
     # -- steps --------------------------------------------------------------------------------------------------
 

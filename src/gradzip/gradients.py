@@ -170,7 +170,7 @@ def _together(named: Named, ways: Mapping[str, Way]) -> list[Named]:
 
 
 def _stream_message(way: Way, named: Named) -> StreamMessage:
-    codec = stream_codec(way.codec)
+    codec = stream_codec(way.codec, way.route)
     assert codec is not None
     tensors = [tensor for _, tensor in named]
     return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for g in tensors], tensors)

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,6 +80,11 @@ class Kept(ABC):
     @abstractmethod
     def states(self) -> list[dict[str, Any]]:
         """As in Context, of each tensor."""
+
+    @property
+    def sums(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """What was lost of sums that this rank coded, of each tensor by stage (feedback.py); (): nothing."""
+        return ()
 
 
 class Apart(Kept):

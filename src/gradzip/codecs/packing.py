@@ -48,8 +48,13 @@ def _folded(groups: torch.Tensor, bits: int) -> torch.Tensor:
     return folded
 
 
-def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None = None) -> torch.Tensor:
-    """The inverse of `pack`, for exactly packed_bytes(count, bits) bytes; `near` has the same in the host's memory."""
+def unpack(
+    data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None = None, checked: bool = True
+) -> torch.Tensor:
+    """The inverse of `pack`, for exactly packed_bytes(count, bits) bytes; `near` has the same in the host's memory.
+
+    Unless `checked`, the last byte is not looked at, for which the host would wait.
+    """
     assert data.numel() == packed_bytes(count, bits)
     if bits == 8:
         return data
@@ -61,7 +66,7 @@ def unpack(data: torch.Tensor, count: int, bits: int, near: torch.Tensor | None 
         groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)
         words = pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)
         values = _unfolded(words.view(-1), bits, 8).to(torch.uint8)
-    if count * bits % 8 and bool((data if near is None else near)[-1] >> count * bits % 8):
+    if checked and count * bits % 8 and bool((data if near is None else near)[-1] >> count * bits % 8):
         raise Corrupt("bits are set behind the last value")
     return values[:count]
 
@@ -92,10 +97,15 @@ def pack_trits(values: torch.Tensor) -> torch.Tensor:
 
 def unpack_trits(data: torch.Tensor, count: int) -> torch.Tensor:
     assert data.numel() == trit_bytes(count)
-    values = _trits(data.device).index_select(0, data.int()).view(-1)
+    values = trits_of(data)
     if bool((data >= 3**TRITS_PER_BYTE).any()) or bool(values[count:].any()):
         raise Corrupt("a byte is no group of five ternary digits")
     return values[:count]
+
+
+def trits_of(data: torch.Tensor) -> torch.Tensor:
+    """Five digits for each byte, whatever it is; nothing waits for a GPU."""
+    return _trits(data.device).index_select(0, data.int()).view(-1)
 
 
 @cache
@@ -152,15 +162,21 @@ def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)])
 
 
-def unpack_positions(data: torch.Tensor, numel: int, count: int, near: torch.Tensor | None = None) -> torch.Tensor:
-    """The inverse, for position_bytes(numel, count) bytes; Corrupt unless `count` indices ascend below numel."""
+def unpack_positions(
+    data: torch.Tensor, numel: int, count: int, near: torch.Tensor | None = None, checked: bool = True
+) -> torch.Tensor:
+    """The inverse, for position_bytes(numel, count) bytes; Corrupt unless `count` indices ascend below numel.
+
+    Unless `checked`, nothing waits for a GPU, and bytes that nobody has packed become some indices below numel.
+    """
     assert data.numel() == position_bytes(numel, count)
     if count == 0:
         return data.new_empty(0, dtype=torch.int64)
     width, near = _low_width(numel, count), data if near is None else near
     start = _low_bytes(count, width) if width else 0
     bits = _upper_bits(numel, count, width) if width else numel
-    marked = unpack(data[start:], bits, 1, near[start:]).nonzero().view(-1)
+    marks = unpack(data[start:], bits, 1, near[start:], checked)
+    marked = marks.nonzero().view(-1) if checked else _places(marks, count)
     if marked.numel() != count:
         raise Corrupt(f"{marked.numel()} positions are marked where {count} values follow")
     if width == 0:
@@ -169,14 +185,23 @@ def unpack_positions(data: torch.Tensor, numel: int, count: int, near: torch.Ten
     for plane in range(width // 8):
         index |= data[plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
     if width % 8:
-        odd = unpack(data[width // 8 * count : start], count, width % 8, near[width // 8 * count : start])
+        odd = unpack(data[width // 8 * count : start], count, width % 8, near[width // 8 * count : start], checked)
         index |= odd.to(torch.int64) << width // 8 * 8
+    if not checked:
+        return index.clamp_(0, numel - 1)
     if bool((index.diff() <= 0).any() | (index[-1] >= numel)):
         raise Corrupt(f"the positions do not ascend from 0 to {numel - 1}")
     return index
 
 
+def _places(marks: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the first `count` marks are."""
+    number = marks.cumsum(0, dtype=torch.int64)
+    number = torch.where(marks.view(torch.bool) & (number <= count), number - 1, count)
+    places = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)  # the last one is for what is no mark
+    return places.scatter_(0, number, torch.arange(len(marks), device=marks.device))[:count]
+
+
 def _marked(index: torch.Tensor, size: int) -> torch.Tensor:
     marks = torch.zeros(size, dtype=torch.uint8, device=index.device)
-    marks[index] = 1
-    return marks
+    return marks.index_fill_(0, index, 1)

@@ -3,14 +3,21 @@
 `sign` and `onebit` are biased and live on error feedback. `qsgd`, `terngrad` and `natural` round at random so that the
 mean of what is decoded is the tensor itself. Ranks draw different random numbers: equal ones would make equal errors,
 which an average does not reduce.
+
+Each is made of statistics, a few float32 numbers for each stretch of values, and of a code for each value. The
+arithmetic is written once, for any number of stretches that lie in any way (Stretches): a frame of a single tensor has
+a matrix of them, and messages on a GPU have rows of all parts at once (exchange/part_rows.py). Every operation gives
+the same bits on every device. So nothing is divided by a number of the host, which CUDA multiplies by its reciprocal.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -20,15 +27,113 @@ from ..errors import Corrupt, Unsupported
 from .base import Context, Lossy, deliver, register, require_float32, typed
 from .packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 from .random import key_of, stream
+from .sums import ordered_sum
 
-_NOISE_BITS = 24
+TRITS = 0  # as the number of bits of a code: three values, five to a byte
 
 
-class _Quantized(Lossy, ABC):
-    """What they share: a body whose size follows from numel, and arithmetic in float32."""
+class Stretches(Protocol):
+    """Values that share statistics, in float32 and filled up with zeros; statistics have an entry for each stretch."""
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """Values of each, without zeros that fill it up."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest number of each, which is not below zero; NaN if one is."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of each, in float64 (sums.py)."""
+
+    def count(self, mask: torch.Tensor) -> torch.Tensor:
+        """How often the mask is set."""
+
+    def spread(self, statistic: torch.Tensor) -> torch.Tensor:
+        """A statistic beside the values of its stretch."""
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """x, with zeros again where stretches are filled up."""
+
+
+class Matrix:
+    """Stretches of equal length, but for the last one."""
+
+    def __init__(self, x: torch.Tensor, width: int | None) -> None:
+        """`width`: None for one stretch. There is one at least."""
+        self._numel, self._width = x.numel(), max(x.numel() if width is None else min(width, x.numel()), 1)
+        rows = max(-(-self._numel // self._width), 1)
+        self._missing = rows * self._width - self._numel
+        self.values = self.filled(x.float())
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        sizes = torch.full((len(self.values),), self._width, device=self.values.device)
+        if self._missing:
+            sizes[-1:] -= self._missing
+        return sizes
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1)[: self._numel]
+
+    def filled(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `flat`."""
+        return (pad(x, (0, self._missing)) if self._missing else x).view(-1, self._width)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return x.amax(1)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return ordered_sum(x)
+
+    def count(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.count_nonzero(1)
+
+    def spread(self, statistic: torch.Tensor) -> torch.Tensor:
+        return statistic[:, None]
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        return self.filled(self.flat(x))
+
+
+class QuantizedCodec(Lossy, ABC):
+    """What they share: statistics of stretches, codes of values, and a body whose size follows from numel."""
+
+    draws: ClassVar[int] = 0  # random bits for each value
+    statistics: ClassVar[int] = 1  # of each stretch
+
+    @property
+    def stretch(self) -> int | None:
+        """Values that share statistics; None: all of a tensor, or of a part of it."""
+        return None
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Bits of a code, or TRITS."""
 
     @abstractmethod
-    def _body_bytes(self, numel: int) -> int: ...
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Statistics and codes of float32 values, which were of that type before; `draws` has random bits for each."""
+
+    @abstractmethod
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The float32 values of codes, beside which the statistics are spread; they will be rounded to that type."""
+
+    def codes_bytes(self, numel: int) -> int:
+        return packed_bytes(numel, self.width) if self.width else trit_bytes(numel)
+
+    # -- frames of one tensor ------------------------------------------------------------------------------------
+
+    def _head_bytes(self, numel: int) -> int:
+        return 4 * self.statistics
+
+    def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(statistics).view(torch.uint8)
+
+    def _body_bytes(self, numel: int) -> int:
+        return self._head_bytes(numel) + self.codes_bytes(numel)
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         require_float32(self, dtype)
@@ -43,11 +148,34 @@ class _Quantized(Lossy, ABC):
         if body.numel() != self._body_bytes(out.numel()):
             raise Corrupt(f"{out.numel()} values do not fit a {self.name} body of {body.numel()} bytes")
 
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        head, size = self._head_bytes(x.numel()), self._body_bytes(x.numel())
+        matrix, draws = Matrix(x, self.stretch), None
+        if self.draws:
+            draws = matrix.filled(
+                stream(draws_key(ctx.name, ctx.step, ctx.rank, ctx.seed), x.numel(), self.draws, x.device)
+            )
+        statistics, codes = self.quantize(matrix.values, matrix, draws, x.dtype)
+        body[:head] = self._head(statistics)[:head]  # of an empty tensor less than one stretch
+        codes = matrix.flat(codes)
+        body[head:size] = pack(codes, self.width) if self.width else pack_trits(codes)
+        return size
 
-def _noise(ctx: Context, numel: int, device: torch.device) -> torch.Tensor:
-    """Uniform float32 values in [0, 1), this rank's own."""
-    key = key_of(ctx.seed, ctx.step, f"{ctx.name}#{ctx.rank}")
-    return stream(key, numel, _NOISE_BITS, device).float().mul_(2.0**-_NOISE_BITS)
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        self._check_size(body, out)
+        head = self._head_bytes(out.numel())
+        codes = unpack(body[head:], out.numel(), self.width) if self.width else unpack_trits(body[head:], out.numel())
+        deliver(self.values(codes, typed(body[:head], torch.float32).unbind(), out.dtype), out, add)
+
+
+def draws_key(name: str, step: int, rank: int, seed: int = 0) -> int:
+    """What a rank's random bits follow from: no other rank has the same."""
+    return key_of(seed, step, f"{name}#{rank}")
+
+
+def _uniform(draws: torch.Tensor, bits: int) -> torch.Tensor:
+    """float32 values in [0, 1)."""
+    return draws.float().mul_(2.0**-bits)
 
 
 def _either(bits: torch.Tensor, one: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
@@ -58,43 +186,36 @@ def _either(bits: torch.Tensor, one: torch.Tensor, zero: torch.Tensor) -> torch.
     return bits.int().mul_(pattern ^ one.view(torch.int32)).bitwise_xor_(pattern).view(torch.float32)
 
 
-def _as_bytes(*numbers: torch.Tensor) -> torch.Tensor:
-    return torch.stack(numbers).float().view(torch.uint8)
-
-
 @register
 @dataclass(frozen=True)
-class Sign(_Quantized):
+class Sign(QuantizedCodec):
     """Signs, times the mean magnitude (EF-SignSGD). Body: `[4] float32 scale`, one bit per value, set for minus."""
 
     name: ClassVar[str] = "sign"
     wire_id: ClassVar[int] = 12
     summary: ClassVar[str] = "signs and the mean magnitude"
     error: ClassVar[str] = "the differences in magnitude; fed back"
+    width: ClassVar[int] = 1
 
     @property
     def biased(self) -> bool:
         return True
 
-    def _body_bytes(self, numel: int) -> int:
-        return 4 + packed_bytes(numel, 1)
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        # in float64 the mean of equal values is that value
+        scale = (over.total(x.abs()) / over.sizes.clamp(min=1)).float()
+        return [scale], x.signbit().view(torch.uint8)
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        size = self._body_bytes(x.numel())
-        # in float64 the mean of equal values is that value, whatever the order of summation
-        body[:4] = _as_bytes(x.abs().sum(dtype=torch.float64) / max(x.numel(), 1))
-        body[4:size] = pack(x.signbit().view(torch.uint8), 1)
-        return size
-
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        self._check_size(body, out)
-        scale = typed(body[:4], torch.float32)
-        deliver(_either(unpack(body[4:], out.numel(), 1), -scale, scale), out, add)
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        (scale,) = statistics
+        return _either(codes, -scale, scale)
 
 
 @register
 @dataclass(frozen=True)
-class OneBit(_Quantized):
+class OneBit(QuantizedCodec):
     """The mean of the values from zero up, and that of those below: 1-bit SGD.
 
     Body: `[4] float32` the upper mean, `[4] float32` the lower, one bit per value, set for below zero.
@@ -104,34 +225,31 @@ class OneBit(_Quantized):
     wire_id: ClassVar[int] = 13
     summary: ClassVar[str] = "which values are negative, and the means of both kinds"
     error: ClassVar[str] = "the differences among both kinds; fed back"
+    statistics: ClassVar[int] = 2
+    width: ClassVar[int] = 1
 
     @property
     def biased(self) -> bool:
         return True
 
-    def _body_bytes(self, numel: int) -> int:
-        return 8 + packed_bytes(numel, 1)
-
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        size = self._body_bytes(x.numel())
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         below = x < 0
-        count = below.count_nonzero()
+        count = over.count(below)
         negative = x.clamp(max=0).nan_to_num_(0, math.inf, -math.inf)  # NaN is not below zero
-        lower = negative.sum(dtype=torch.float64) / count.clamp(min=1)
-        upper = x.clamp(min=0).sum(dtype=torch.float64) / (x.numel() - count).clamp(min=1)
-        body[:8] = _as_bytes(upper, lower)
-        body[8:size] = pack(below.view(torch.uint8), 1)
-        return size
+        lower = over.total(negative) / count.clamp(min=1)
+        upper = over.total(x.clamp(min=0)) / (over.sizes - count).clamp(min=1)
+        return [upper.float(), lower.float()], below.view(torch.uint8)
 
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        self._check_size(body, out)
-        upper, lower = typed(body[:8], torch.float32)
-        deliver(_either(unpack(body[8:], out.numel(), 1), lower, upper), out, add)
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        upper, lower = statistics
+        return _either(codes, lower, upper)
 
 
 @register
 @dataclass(frozen=True)
-class QSGD(_Quantized):
+class QSGD(QuantizedCodec):
     """Multiples of a step that each bucket of values has for itself, rounded up or down at random.
 
     Levels run from -s to s with s = 2^(bits-1) - 1. The step is the bucket's norm over s: its largest magnitude, or
@@ -144,6 +262,7 @@ class QSGD(_Quantized):
     wire_id: ClassVar[int] = 14
     summary: ClassVar[str] = "multiples of a step per bucket, rounded at random"
     error: ClassVar[str] = "noise of up to a step, zero on average"
+    draws: ClassVar[int] = 24
 
     bits: int = 8  # per value, 2 to 8; higher = closer to the gradient
     bucket: int = 512  # values that share a step
@@ -158,46 +277,59 @@ class QSGD(_Quantized):
         if self.norm not in ("max", "l2"):
             raise Unsupported(f"qsgd:norm={self.norm!r}: choose max or l2")
 
-    def _body_bytes(self, numel: int) -> int:
-        return 8 + 4 * -(-numel // self.bucket) + packed_bytes(numel, self.bits)
+    @property
+    def width(self) -> int:
+        return self.bits
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        size, steps_end = self._body_bytes(x.numel()), 8 + 4 * -(-x.numel() // self.bucket)
+    @property
+    def stretch(self) -> int:
+        return self.bucket
+
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert draws is not None
         most = (1 << self.bits - 1) - 1
-        width = max(min(self.bucket, x.numel()), 1)
-        rows = pad(x.float(), (0, -x.numel() % width)).view(-1, width)
         if self.norm == "max":
-            norm = rows.abs().amax(1)
+            norm = over.largest(x.abs())
         else:
-            length = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            length = over.total(x.double().square_()).sqrt_()
             norm = torch.where(length.isfinite(), length.clamp(max=torch.finfo(torch.float32).max), length).float()
-        step = _short(norm / most)
-        level = (rows.abs() / step[:, None]).nan_to_num_(0, 0).view(-1)[: x.numel()]
+        step = _short(norm / torch.full_like(norm, most))
+        level = (x.abs() / over.spread(step)).nan_to_num_(0, 0)
         whole = level.floor()
-        whole += _noise(ctx, x.numel(), x.device) < level - whole
-        code = whole.clamp_(max=most).copysign_(x.float()).add_(most).to(torch.uint8)
-        body[:8] = torch.tensor([self.bits, 0, 0, 0, *self.bucket.to_bytes(4, "little")], dtype=torch.uint8)
-        body[8:steps_end] = step.view(torch.uint8)
-        body[steps_end:size] = pack(code, self.bits)
-        return size
+        whole += _uniform(draws, self.draws) < level - whole
+        return [step], whole.clamp_(max=most).copysign_(x).add_(most).to(torch.uint8)
+
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        (step,) = statistics
+        values = codes.float().sub_((1 << self.bits - 1) - 1).mul_(step)
+        # A step that was rounded up may reach beyond what the type holds; NaN, from a step that is not finite, stays.
+        return values.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+
+    def _head_bytes(self, numel: int) -> int:
+        return 8 + 4 * -(-numel // self.bucket)
+
+    def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
+        head = torch.tensor([self.bits, 0, 0, 0, *self.bucket.to_bytes(4, "little")], dtype=torch.uint8)
+        return torch.cat([head.to(statistics[0].device), statistics[0].view(torch.uint8)])
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         head = body[:8].tolist()
         bits, bucket = (head[0], int.from_bytes(bytes(head[4:]), "little")) if len(head) == 8 else (0, 0)
         if not 2 <= bits <= 8 or any(head[1:4]) or not 1 <= bucket < 1 << 31:
             raise Corrupt("the head of the qsgd body makes no sense")
-        QSGD(bits, bucket)._check_size(body, out)
-        steps_end = 8 + 4 * -(-out.numel() // bucket)
+        sender = QSGD(bits, bucket)
+        sender._check_size(body, out)
+        steps_end = sender._head_bytes(out.numel())
         step = typed(body[8:steps_end], torch.float32)
-        code = unpack(body[steps_end:], out.numel(), bits)
+        codes = unpack(body[steps_end:], out.numel(), bits)
         most = (1 << bits - 1) - 1
-        if bool((code > 2 * most).any()):
+        if bool((codes > 2 * most).any()):
             raise Corrupt(f"a level is above {most}")
-        values = code.float().sub_(most)
         width = min(bucket, out.numel())
-        values *= step.repeat_interleave(width, output_size=step.numel() * width)[: out.numel()]
-        # A step that was rounded up may reach beyond what the type holds; NaN, from a step that is not finite, stays.
-        deliver(values.clamp_(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max), out, add)
+        steps = step.repeat_interleave(width, output_size=step.numel() * width)[: out.numel()]
+        deliver(sender.values(codes, [steps], out.dtype), out, add)
 
 
 def _short(step: torch.Tensor) -> torch.Tensor:
@@ -209,13 +341,15 @@ def _short(step: torch.Tensor) -> torch.Tensor:
 
 @register
 @dataclass(frozen=True)
-class TernGrad(_Quantized):
+class TernGrad(QuantizedCodec):
     """-s, 0 or s at random, s the largest magnitude. Body: `[4] float32 s`, five values to a byte."""
 
     name: ClassVar[str] = "terngrad"
     wire_id: ClassVar[int] = 15
     summary: ClassVar[str] = "-s, 0 or s at random, s the largest magnitude"
     error: ClassVar[str] = "noise of up to the largest value, zero on average"
+    draws: ClassVar[int] = 24
+    width: ClassVar[int] = TRITS
 
     clip: float = 0.0  # cuts values at so many standard deviations first (2.5 in the paper), which is biased; 0: none
 
@@ -228,32 +362,28 @@ class TernGrad(_Quantized):
     def biased(self) -> bool:
         return self.clip > 0
 
-    def _body_bytes(self, numel: int) -> int:
-        return 4 + trit_bytes(numel)
-
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        size = self._body_bytes(x.numel())
-        magnitude = x.float().abs()
-        scale = magnitude.amax() if x.numel() else magnitude.sum()
-        if self.clip and x.numel():
-            deviation = x.double().std(correction=0)
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert draws is not None
+        magnitude = x.abs()
+        scale = over.largest(magnitude)
+        if self.clip:
+            numel = over.sizes.clamp(min=1)
+            off = over.real(x.double() - over.spread(over.total(x) / numel))
+            deviation = (over.total(off.square_()) / numel).sqrt_()
             scale = torch.where(scale.isfinite(), scale.minimum((self.clip * deviation).float()), scale)
-        drawn = _noise(ctx, x.numel(), x.device) < (magnitude / scale).nan_to_num_(0, 0)
-        body[:4] = _as_bytes(scale)
-        body[4:size] = pack_trits(drawn.view(torch.uint8) << (x < 0).view(torch.uint8))  # 1, or 2 for minus
-        return size
+        drawn = _uniform(draws, self.draws) < (magnitude / over.spread(scale)).nan_to_num_(0, 0)
+        return [scale], drawn.view(torch.uint8) << (x < 0).view(torch.uint8)  # 1, or 2 for minus
 
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        self._check_size(body, out)
-        scale = typed(body[:4], torch.float32)
-        code = unpack_trits(body[4:], out.numel())
-        sign = (code - 3 * (code >> 1)).view(torch.int8)  # 2 stands for -1
-        deliver(sign.float() * scale, out, add)
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        sign = (codes - 3 * (codes >> 1)).view(torch.int8)  # 2 stands for -1
+        return sign.float() * statistics[0]
 
 
 @register
 @dataclass(frozen=True)
-class Natural(_Quantized):
+class Natural(QuantizedCodec):
     """Powers of two: one of the two around each magnitude, at random. All that is left is sign and exponent.
 
     With `bits` = b, the 2^(b-1) - 1 binades from the largest power downwards have a code; between the lowest of them
@@ -267,6 +397,7 @@ class Natural(_Quantized):
     wire_id: ClassVar[int] = 16
     summary: ClassVar[str] = "powers of two, rounded at random"
     error: ClassVar[str] = "noise of up to the value itself, zero on average"
+    draws: ClassVar[int] = 23
 
     bits: int = 8  # per value, 3 to 8; higher = a longer way down to zero
 
@@ -275,43 +406,57 @@ class Natural(_Quantized):
         if not 3 <= self.bits <= 8:
             raise Unsupported(f"natural:bits={self.bits}: 3 to 8 per value")
 
-    def _body_bytes(self, numel: int) -> int:
-        return 4 + packed_bytes(numel, self.bits)
+    @property
+    def width(self) -> int:
+        return self.bits
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        size, codes = self._body_bytes(x.numel()), (1 << self.bits - 1) - 1
-        key = key_of(ctx.seed, ctx.step, f"{ctx.name}#{ctx.rank}")
-        noise = stream(key, x.numel(), 23, x.device)
-        magnitude = x.float().abs()
+    @property
+    def _powers(self) -> int:
+        """How many have a code."""
+        return (1 << self.bits - 1) - 1
+
+    def quantize(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        assert draws is not None
+        magnitude, powers = x.abs(), self._powers
         pattern = magnitude.view(torch.int32)
         # Adding noise below the exponent carries into it with the chance that the mantissa stands for, also where the
         # number is subnormal.
-        largest = 142 if x.dtype == torch.float16 else 254
-        field = torch.where(pattern < 255 << 23, (pattern + noise >> 23).clamp_(max=largest), 255)
-        top = field.amax() if x.numel() else field.sum(dtype=torch.int32)
-        top = top.maximum(magnitude.any().int())  # subnormals round to zero or to the smallest normal power, field 1
-        lowest = (top - codes + 1).clamp(min=1)
-        least = (lowest << 23).view(torch.float32)
-        rises = noise.float().mul_(2.0**-23) < magnitude / least
-        field = torch.where(magnitude < least, torch.where(rises, lowest, 0), field)
-        code = torch.where(field > 0, field - top + codes + (x.signbit().int() << self.bits - 1), 0)
-        body[:4] = torch.tensor([self.bits, 0, 0, 0], dtype=torch.uint8)
-        body[1] = top.to(torch.uint8)
-        body[4:size] = pack(code.to(torch.uint8), self.bits)
-        return size
+        largest = 142 if dtype == torch.float16 else 254
+        field = torch.where(pattern < 255 << 23, (pattern + draws >> 23).clamp_(max=largest), 255)
+        # subnormals round to zero or to the smallest normal power, field 1
+        top = over.largest(field).maximum((over.largest(magnitude) != 0).int())
+        lowest = (top - powers + 1).clamp(min=1)
+        least = over.spread((lowest << 23).view(torch.float32))
+        rises = _uniform(draws, self.draws) < magnitude / least
+        field = torch.where(magnitude < least, torch.where(rises, over.spread(lowest), 0), field)
+        code = torch.where(field > 0, field - over.spread(top) + powers + (x.signbit().int() << self.bits - 1), 0)
+        return [top.float()], code.to(torch.uint8)
+
+    def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """NaN for codes that stand for no power of two."""
+        code, powers = codes.int(), self._powers
+        place = code & powers
+        field = place + (statistics[0].int() - powers)
+        value = torch.where(place > 0, field << 23, 0).view(torch.float32)
+        value = torch.where(code > powers, -value, value)
+        return value.masked_fill_((place > 0) & (field < 1) | (place == 0) & (code > 0), math.nan)
+
+    def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
+        (top,) = statistics
+        head = torch.full((4,), self.bits, dtype=torch.uint8, device=top.device)
+        head[1:2], head[2:] = top, 0
+        return head
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         bits, top, *reserved = [*body[:4].tolist(), 0, 0][:4]
         if body.numel() < 4 or not 3 <= bits <= 8 or any(reserved):
             raise Corrupt("the head of the natural body makes no sense")
-        Natural(bits)._check_size(body, out)
-        codes = (1 << bits - 1) - 1
-        code = torch.arange(1 << bits, dtype=torch.int32, device=body.device)
-        place = code & codes
-        field = place + (top - codes)
-        value = torch.where(place > 0, field << 23, 0).view(torch.float32)
-        value = torch.where(code > codes, -value, value)
-        value[(place > 0) & (field < 1) | (place == 0) & (code > 0)] = math.nan
+        sender = Natural(bits)
+        sender._check_size(body, out)
+        every = torch.arange(1 << bits, dtype=torch.uint8, device=body.device)
+        value = sender.values(every, [torch.full((1,), top, device=body.device)], out.dtype)
         values = value.index_select(0, unpack(body[4:], out.numel(), bits).int())
         if bool(values.isnan().any()):
             raise Corrupt("a code stands for no power of two")

@@ -22,7 +22,11 @@ def key_of(seed: int, step: int, name: str) -> int:
 
 def keyed_bits(key: int, index: torch.Tensor) -> torch.Tensor:
     """32 random bits for each index (int64, from 0 to 2^62), as an int64 tensor."""
-    low, high = key & 0xFFFFFFFF, key >> 32
+    return bits_of(key & 0xFFFFFFFF, key >> 32, index)
+
+
+def bits_of(low: torch.Tensor | int, high: torch.Tensor | int, index: torch.Tensor) -> torch.Tensor:
+    """The same of the lower and the upper half of keys, which may be beside the indices."""
     x = wire.mix32((index & 0xFFFFFFFF) ^ low)
     return wire.mix32(((x + (index >> 32)) & 0xFFFFFFFF) ^ high)
 
@@ -44,13 +48,21 @@ def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tenso
         part = out[start : start + chunk]
         low = start & 0xFFFFFFFF
         torch.arange(low - (low >> 31 << 32), low - (low >> 31 << 32) + part.numel(), out=part)
-        part ^= _signed(key)
-        _mix32(part)
-        part += start >> 32
-        part ^= _signed(key >> 32)
-        _mix32(part)
-        part.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
+        draw(part, _signed(key), _signed(key >> 32), bits, start >> 32)
     return out
+
+
+def draw(index: torch.Tensor, low: torch.Tensor | int, high: torch.Tensor | int, bits: int, above: int = 0) -> None:
+    """Replaces indices by their random bits: int32, as are the lower and the upper half of keys beside them.
+
+    `above`: the upper half of the indices.
+    """
+    index ^= low
+    _mix32(index)
+    index += above
+    index ^= high
+    _mix32(index)
+    index.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def uniform(key: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -185,10 +185,11 @@ class StreamCalls(_Calls):
 
     def __init__(self, channel: Channel, codec: Codec, group: dist.ProcessGroup) -> None:
         super().__init__(channel, codec)
-        found = stream_codec(codec)
+        found = stream_codec(codec, str(_ROUTE))
         if found is None:
             raise Unsupported(
-                f"the frames of {codec} have no size that is known beforehand, so they cannot go by streams"
+                f"the frames of {codec} have no size that is known beforehand, or no owners who add them up, so "
+                "they cannot go by streams"
             )
         self._stream_codec, self._group = found, group
         self._runner = StreamRunner(group, channel.device, channel.topology, SecondMoments([], {}))

@@ -10,8 +10,10 @@ from ..codecs import Codec
 from ..codecs.baseline import Cast, Identity
 from ..codecs.noise import Noise
 from ..codecs.scaled import Scaled
+from ..codecs.sparse import RandomBlock, RandomK, TopK
 from ..errors import Unsupported, nearest
 from ..routes import CODING, FACTORS, NAMED, Route
+from .coded_on_device import CodedOnStream
 from .coding import MessageCodec, Raw
 from .gcomp import GCompMessages
 from .generic import GenericMessages
@@ -19,6 +21,7 @@ from .noise import NoiseMessages
 from .on_device import NoiseOnStream, RawOnStream, StreamCodec
 from .scaled import ScaledMessages
 from .scaled_on_device import ScaledOnStream
+from .sparse_on_device import SparseOnStream
 
 _ALLREDUCE = "allreduce"
 _ROUTES = (*NAMED, FACTORS)
@@ -71,13 +74,29 @@ def fills_frames(codec: Codec) -> bool:
     return isinstance(message_codec(codec), NoiseMessages | ScaledMessages)
 
 
+_ON_STREAMS = ("alltoall", "allgather", "allreduce")
+_NAMES = {str(route): name for name in _ON_STREAMS for route in (NAMED[name], NAMED[name].on("gpu"))}
+
+
 @lru_cache(maxsize=64)
-def stream_codec(codec: Codec) -> StreamCodec | None:
-    """The codec for whole messages on a stream; None: its frames have no known size, or it keeps residuals."""
+def stream_codec(codec: Codec, route: str | None = None) -> StreamCodec | None:
+    """The codec for whole messages on a stream, by a route or by that which it usually takes there.
+
+    None: its frames have no known size, residuals leave the GPU, or the route is another one.
+    """
+    usual = "alltoall" if codec.cuttable or isinstance(codec, Noise | Scaled) else "allgather"
+    by = usual if route is None else _NAMES.get(route, route)
+    if isinstance(codec, RandomK | RandomBlock | TopK):
+        if codec.error_memory not in (None, "fp32"):
+            return None
+        found = SparseOnStream(codec)
+        return found if route is None or NAMED.get(by) == found.route else None
+    if CodedOnStream.serves(codec):
+        return CodedOnStream(codec, by) if by in ("alltoall", "allgather") else None
+    if codec.error_memory is not None or by not in ("alltoall", "allreduce"):
+        return None
     if isinstance(codec, Noise):
         return NoiseOnStream(NoiseMessages(codec))
-    if codec.error_memory is not None:
-        return None
     if isinstance(codec, Scaled):
         return ScaledOnStream(ScaledMessages(codec))
     if isinstance(codec, Cast):

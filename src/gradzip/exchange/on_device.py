@@ -16,9 +16,11 @@ import torch
 from .. import wire
 from ..engines import noise_layout
 from ..engines.cuda.noise_message import Layout, NoiseMessage
+from ..routes import NAMED
 from .coding import Raw
 from .noise import NoiseMessages
 from .program import Program
+from .residuals_on_device import Residuals
 from .slots import OWN, SUM, Slots
 
 
@@ -49,6 +51,9 @@ class Checked(ABC):
 class DeviceMessage(Checked):
     """One message on this rank. `tensors` are flat and lie in `buffer`, DDP's bucket; they become their means."""
 
+    scatters = True  # else frames of all gradients go to all ranks at once: `sum_frame` is this rank's
+    residuals: Residuals | None = None  # where it feeds back what it loses
+
     sent: torch.Tensor
     received: torch.Tensor
     gathered: torch.Tensor
@@ -76,6 +81,10 @@ class DeviceMessage(Checked):
     @abstractmethod
     def keep(self, step: int) -> None:
         """Instead of `reduce` in a reduce-scatter: adds up what came; the result is in the rank's own parts."""
+
+    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
+        raise NotImplementedError
 
     def resize(self, sizes: Mapping[str, int]) -> bool:
         """Goes over to slots of other sizes, on the current stream; False: it takes a new message."""
@@ -197,6 +206,10 @@ class NoisyMessage(DeviceMessage):
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
 
+    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
+        raise NotImplementedError
+
     def resize(self, sizes: Mapping[str, int]) -> bool:
         done = self._kernels.resize(sizes[OWN], sizes[SUM])
         self._take_buffers()
@@ -227,6 +240,9 @@ class StreamCodec(ABC):
 
     text: str
     codes_sums = False  # as in MessageCodec
+    feeds_back = False
+    widest = 8  # bytes of a value, at the most
+    route = NAMED["alltoall"]  # of its programs
 
     def slots(self, program: Program) -> Slots | None:
         """The first slots of a message; None: the size of its frames follows from the program."""

@@ -27,7 +27,6 @@ from .. import saved
 from ..engines.cuda.restore import Change
 from ..errors import Unsupported
 from ..feedback import Memory
-from ..routes import NAMED
 from ..sensitivity.shape import SecondMoments
 from .checks import Checks, Row
 from .compiler import compile_route
@@ -38,7 +37,6 @@ from .slots import LATE, OWN, SUM, Largest, Slots
 from .topology import Topology
 
 OLDEST_TORCH = (2, 8)
-ROUTE = NAMED["alltoall"]
 _STATE = "exchange/slots"  # key of the state
 
 Future = torch.futures.Future[torch.Tensor]
@@ -223,19 +221,28 @@ class StreamRunner:
         try:
             with torch.no_grad():
                 for each in streamed:
-                    if each.contents is not self._contents:
+                    if each.contents is not self._contents and not each.codec.feeds_back:
                         self._add_left_over(each)
                 messages = [self._message(each, buffer) for each in streamed]
-                scattered = []
-                for message in messages:
+                sent = []
+                for each, message in zip(streamed, messages):
+                    if message.residuals is not None:
+                        message.residuals.begin(self._memory, each.shaped, self._scale)
                     message.encode(step)
-                    scattered.append(all_to_all(message.received, message.sent, group))
+                    sent.append(
+                        all_to_all(message.received, message.sent, group)
+                        if message.scatters
+                        else all_gather(message.gathered, message.sum_frame, group)
+                    )
                 enter(self._decoding)
-                for message, work in zip(messages, scattered):
+                for message, work in zip(messages, sent):
                     work.wait()
-                    message.reduce(step)
-                    all_gather(message.gathered, message.sum_frame, group).wait()
+                    if message.scatters:
+                        message.reduce(step)
+                        all_gather(message.gathered, message.sum_frame, group).wait()
                     message.decode(step)
+                    if message.residuals is not None:
+                        self._note(*message.residuals.end(*message.keeps()))
                     if message.kernels is None:
                         self._norms.append(message.norm())
                 self._messages += messages
@@ -270,12 +277,10 @@ class StreamRunner:
         if factors:
             self._wait(self._decoding, self._encoding)  # which is behind the gradients of all buckets
         for message in factors:
-            changes, alive = message.run(self._memory, self._step, self._scale, self._average)
+            self._note(*message.run(self._memory, self._step, self._scale, self._average))
             # What came from another stream must outlast the step: torch would give its memory to that stream at once.
-            self._by_host |= changes is None or message.origin is not self._origin
+            self._by_host |= message.origin is not self._origin
             message.origin = self._origin
-            self._changes += changes or []
-            self._alive.append(alive)
             self._norms.append(message.norm())
             self._messages.append(message)
         for _, buffer in self._waiting:
@@ -286,6 +291,12 @@ class StreamRunner:
             future.set_result(buffer)
         if self._then is None:  # else it is on its way
             self._send_row()
+
+    def _note(self, changes: Sequence[Change] | None, alive: object) -> None:
+        """What a message has noted in Memory; None: the host decides whether it is kept."""
+        self._by_host |= changes is None
+        self._changes += changes or []
+        self._alive.append(alive)
 
     def _average(self, values: torch.Tensor) -> None:
         all_reduce(values, self._group).wait()
@@ -311,7 +322,7 @@ class StreamRunner:
         if streamed.program is None:
             codec, sizes = streamed.codec, [tensor.numel() for tensor in streamed.tensors]
             streamed.program = compile_route(
-                codec.text, ROUTE, streamed.names, sizes, buffer.dtype, self._topology, codec.codes_sums
+                codec.text, codec.route, streamed.names, sizes, buffer.dtype, self._topology, codec.codes_sums
             )
         program = streamed.program
         slots = self._slots.get(program.digest) or streamed.codec.slots(program)

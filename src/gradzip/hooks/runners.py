@@ -17,7 +17,7 @@ from ..exchange.channel import Channel, open_channel
 from ..exchange.codecs import stream_codec
 from ..exchange.transports import NCCL, asked_for
 from ..gradients import PLAIN, Way
-from ..routes import FACTORS, NAMED
+from ..routes import FACTORS
 
 STREAM, HOST = "stream", "host"
 
@@ -28,19 +28,13 @@ STREAM, HOST = "stream", "host"
 # 1.15 on ResNet-18, 1.05 on ResNet-50, 1.0 on GPT-2; cpu_ms of at most 8 on ResNet-50.
 ON_HOST_RUNNER_FROM_GPU = False
 
-_FLAT = {
-    "allreduce",
-    "alltoall",
-    str(NAMED["alltoall"].on("gpu")),
-}  # routes that the stream runner's program stands for
-
-
-# What has been run on streams of real GPUs: codecs by name, and "a policy that learns". Others stay where they were.
-# Before one is added, tests/test_on_stream_gpu.py and bench/exchange_gpu.py must have run with it on:
-# replicas identical, a step not longer than on the host runner, and no wait of the host in hooks once DDP has rebuilt
-# its buckets. For powersgd: ResNet-50 in 50 ms and GPT-2 in 70 ms at 10 Gbit/s.
+# What has been run on streams of real GPUs: codecs by name, "a policy that learns", and "error feedback" of codecs of
+# one round. Others stay where they were. Before one is added, `pytest -m gpu tests/test_on_stream_gpu.py`, which has
+# all of them, and bench/exchange_gpu.py, for example with "stream sign", must have run with it on: replicas identical,
+# a step not longer than on the host runner, and no wait of the host in hooks once DDP has rebuilt its buckets. For
+# powersgd: ResNet-50 in 50 ms and GPT-2 in 70 ms at 10 Gbit/s.
 RUN_ON_GPUS = {"noise", "int8", "int4", "fp8", "cast", "identity"}
-LEARNS = "a policy that learns"
+LEARNS, FEEDS_BACK = "a policy that learns", "error feedback"
 
 
 def carries_from(device: torch.device, transport: str | None) -> bool:
@@ -108,7 +102,7 @@ def choose(
     no rank has used has to wait, which the host finds out. Plain averaging stays with torch.
     """
     reason = on_stream.reason_against(group, device)
-    other = next((way for way in ways.values() if not _streams(way)), None)
+    other = next((way for name, way in ways.items() if not _streams(way, types[name], patient)), None)
     factors = None if reason or other else next((way for way in ways.values() if way.route == FACTORS), None)
     if factors is not None:
         # Means of other types are left to the host: factors and what travels with them are float32.
@@ -130,9 +124,12 @@ def choose(
     raise Unsupported(f"{whole} on {device}: {reason}")
 
 
-def _streams(way: Way) -> bool:
+def _streams(way: Way, dtype: torch.dtype, patient: bool) -> bool:
     if way.codec.name not in RUN_ON_GPUS:
         return False
     if way.route == FACTORS:
         return factors_on_device.serves(way.codec)
-    return way.route in _FLAT and stream_codec(way.codec) is not None
+    codec = stream_codec(way.codec, way.route)
+    if codec is None or dtype.itemsize > codec.widest:
+        return False
+    return not codec.feeds_back or (FEEDS_BACK in RUN_ON_GPUS and not patient)
