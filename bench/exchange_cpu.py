@@ -106,6 +106,15 @@ def exchange(options: argparse.Namespace) -> Iterator[Case]:
     bench.channel.leave()
 
 
+def forward(model: nn.Module, losses: list[torch.Tensor]) -> None:
+    model.zero_grad(set_to_none=False)
+    losses.append(model())
+
+
+def backward(losses: list[torch.Tensor]) -> None:
+    losses.pop().backward()
+
+
 def step(options: argparse.Namespace) -> Iterator[Case]:
     """Backward of a model of many tensors."""
     count, *shape = map(int, options.model.split("x"))
@@ -116,14 +125,13 @@ def step(options: argparse.Namespace) -> Iterator[Case]:
         model = DistributedDataParallel(Tensors(count, shape, values))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         handle = None if codec == "native" else gradzip.attach(model, optimizer, codec)
-        losses = list[torch.Tensor]()
-
-        def before(model: nn.Module = model, losses: list[torch.Tensor] = losses) -> None:
-            model.zero_grad(set_to_none=False)
-            losses[:] = [model()]
-
+        losses = list[torch.Tensor]()  # the last one is that of the next round
         named = {"codec": "native fp32" if handle is None else codec, "route": options.model}
-        yield named | {"bytes": 4 * count * torch.Size(shape).numel()}, before, lambda: losses[0].backward()
+        yield (
+            named | {"bytes": 4 * count * torch.Size(shape).numel()},
+            functools.partial(forward, model, losses),
+            functools.partial(backward, losses),
+        )
         if handle is not None:
             handle.detach()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -44,13 +45,31 @@ def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tenso
         part = out[start : start + chunk]
         low = start & 0xFFFFFFFF
         torch.arange(low - (low >> 31 << 32), low - (low >> 31 << 32) + part.numel(), out=part)
-        part ^= _signed(key)
-        _mix32(part)
-        part += start >> 32
-        part ^= _signed(key >> 32)
-        _mix32(part)
-        part.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
+        _hash(part, _signed(key), _signed(key >> 32), start >> 32, bits)
     return out
+
+
+def streams(keys: Sequence[int], numel: int, bits: int) -> torch.Tensor:
+    """`stream` for several keys, a row for each, on the CPU; `numel` is below 2^31."""
+    index = torch.arange(numel, dtype=torch.int32)
+    halves = torch.tensor([(_signed(key), _signed(key >> 32)) for key in keys], dtype=torch.int32)
+    out = torch.empty(len(keys), numel, dtype=torch.int32)
+    rows = max(1, _CHUNK_ON_CPU // max(numel, 1))
+    for start in range(0, len(keys), rows):
+        part, half = out[start : start + rows], halves[start : start + rows]
+        part[:] = index
+        _hash(part, half[:, :1], half[:, 1:], 0, bits)
+    return out
+
+
+def _hash(index: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor, upper_half: int, bits: int) -> None:
+    """Replaces the lower halves of indices by the upper `bits` of keyed_bits."""
+    index ^= low
+    _mix32(index)
+    index += upper_half
+    index ^= high
+    _mix32(index)
+    index.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def uniform(key: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -27,9 +27,9 @@ from ..errors import Corrupt, Truncated
 from . import streams
 from .coding import Coder, Frames, Values
 from .gcomp import GCompCoder
-from .generic import ENTRY
 from .parts import Column, Table
 from .program import Hop
+from .rows import ENTRY
 
 _SEEN = wire.HEADER_BYTES + ENTRY  # of each frame, by the host: its header, and the head of its body
 
