@@ -56,10 +56,12 @@ def _reached(x: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tenso
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
     """As `largest`. torch.topk leaves open which of several equal values it takes."""
     limit = magnitude.topk(k, sorted=False).values.amin(-1, True)
-    above, equal = magnitude > limit, magnitude == limit
-    room = k - above.sum(-1, True)
-    found = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()
-    return found[:, -1].view(*magnitude.shape[:-1], k)
+    chosen = magnitude >= limit
+    if magnitude.device.type != "cpu" or bool((chosen.sum(-1) != k).any()):  # of equal ones, the first
+        above, equal = magnitude > limit, magnitude == limit
+        room = k - above.sum(-1, True)
+        chosen = above | (equal & (equal.cumsum(-1) <= room))
+    return chosen.nonzero()[:, -1].view(*magnitude.shape[:-1], k)
 
 
 def largest_by_sorting(magnitude: torch.Tensor, k: int) -> torch.Tensor:

@@ -76,15 +76,16 @@ class GenericCoder(Coder):
             if total is not tensor:
                 tensor.copy_(total)
             # Values that go out uncoded lose nothing but this: what rounding to the gradients' own type takes.
-            lost = wide(total) - wide(tensor) if tensor.itemsize < 4 else torch.zeros_like(tensor)
-            self._lost.append(flatten(lost, tensor))
+            narrow = tensor.itemsize < 4
+            lost = flatten(wide(total) - wide(tensor), tensor) if narrow else tensor.new_zeros(tensor.numel())
+            self._lost.append(lost)
 
     def finish(self) -> None:
         memory = self.message.memory
         if memory is None or not self._feeds_back:
             super().finish()
             return
-        residuals = torch._foreach_div(self._lost, self.message.scale)
+        residuals = self._lost if self.message.scale == 1 else torch._foreach_div(self._lost, self.message.scale)
         for name, tensor, residual in zip(self.message.names, self._own.shaped, residuals):
             memory.keep(name, unflatten(residual, tensor))
 
@@ -99,9 +100,7 @@ class GenericCoder(Coder):
         stream, count = streams.current(), len(table.of_owner(owner))
         there = stream.room(room)
         writer, rows, xs = FrameWriter(there, count), self._rows(table, owner, hop), values.parts(table, owner)
-        coded = [
-            self._encode_rows([rows.parts[i] for i in group], [xs[i] for i in group], hop) for group in rows.groups
-        ]
+        coded = [self._encode_rows(rows, group, xs, hop) for group in range(len(rows.groups))]
         for run in rows.runs:
             if run.group >= 0:
                 frames, _ = coded[run.group]
@@ -155,10 +154,11 @@ class GenericCoder(Coder):
         return rows
 
     def _encode_rows(
-        self, parts: Sequence[Part], xs: Sequence[torch.Tensor], hop: Hop
+        self, rows: Rows, group: int, of_owner: Sequence[torch.Tensor], hop: Hop
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_encode_part` for parts of one size: frames as rows, padded; and what others decode, where that is known."""
-        memory, names, codec = self.message.memory, [self._name(part) for part in parts], self.codec
+        """`_encode_part` for a group: frames as rows; and what others decode, where that is known."""
+        memory, codec, names = self.message.memory, self.codec, rows.names(self._name)[group]
+        parts, xs = [rows.parts[number] for number in rows.groups[group]], rows.of_group(group, of_owner)
         feeds_back = memory is not None and self._feeds_back
         if memory is not None and feeds_back and not hop.own:
             of_tensors = [self.message.names[part.tensor] for part in parts]
@@ -166,7 +166,7 @@ class GenericCoder(Coder):
                 memory.compensated(name, x, self._unit(hop), stage_of(hop, part))
                 for name, x, part in zip(of_tensors, xs, parts)
             ]
-        x, message = torch.stack(list(xs)), self.message
+        x, message = torch.stack(xs), self.message
         context = Context("", message.step, message.seed, message.rank, message.world, message.scale, names=names)
         size, start = codec.bound(x.shape[1], x.dtype), wire.HEADER_BYTES
         frames = torch.zeros(len(parts), size + -size % ENTRY, dtype=torch.uint8)
@@ -200,23 +200,22 @@ class GenericCoder(Coder):
         by: int,
     ) -> bool:
         """Adds up a group's parts; False: nothing is done, they are to be decoded one by one."""
-        numbers = rows.groups[group]
-        parts = [rows.parts[number] for number in numbers]
+        count, numel = len(rows.groups[group]), rows.parts[rows.groups[group][0]].numel
         frames = [None if term is None else term.rows(rows.runs_of[group]) for term in terms]
-        codecs = [None if found is None else self._decoder_of_rows(found, parts[0].numel) for found in frames]
+        codecs = [None if found is None else self._decoder_of_rows(found, numel) for found in frames]
         if any(term is not None and codec is None for term, codec in zip(terms, codecs)):
             return False
-        total, context = torch.empty(len(parts), parts[0].numel), Context()
+        total, context = torch.empty(count, numel), Context()
         for place, (found, codec) in enumerate(zip(frames, codecs)):
             if found is not None and codec is not None:
                 codec._decode(found[:, wire.HEADER_BYTES :], context, total, place > 0)
                 continue
             assert mine is not None
-            term = self._rows_as_decoded(parts, [mine[number] for number in numbers], hop)
+            term = self._rows_as_decoded(rows, group, mine, hop)
             total.add_(term) if place else total.copy_(term)
         if by > 1:
             total.div_(by)
-        torch._foreach_copy_([targets[number] for number in numbers], list(total.unbind()))
+        torch._foreach_copy_(rows.of_group(group, targets), list(total.unbind()))
         return True
 
     def _decoder_of_rows(self, frames: torch.Tensor, numel: int) -> Codec | None:
@@ -227,13 +226,13 @@ class GenericCoder(Coder):
         found = header.codec_id, header.dtype, header.numel, header.checksum
         return codec if codec.codes_rows and found == expected else None
 
-    def _rows_as_decoded(self, parts: Sequence[Part], xs: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
+    def _rows_as_decoded(self, rows: Rows, group: int, mine: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
         """What others would decode of this rank's own values."""
         if hop.ring:
-            return torch.stack(list(xs))
-        frames, decoded = self._encode_rows(parts, xs, hop)
+            return torch.stack(rows.of_group(group, mine))
+        frames, decoded = self._encode_rows(rows, group, mine, hop)
         if decoded is None:
-            decoded = torch.empty(len(parts), parts[0].numel)
+            decoded = torch.empty(len(frames), rows.parts[rows.groups[group][0]].numel)
             self.codec._decode(frames[:, wire.HEADER_BYTES :], Context(), decoded, False)
         return decoded
 

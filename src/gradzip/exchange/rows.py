@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,7 +36,18 @@ class Rows:
         for number, part in enumerate(parts):
             by_size.setdefault(part.numel if part.numel <= longest else -1, []).append(number)
         self.parts = parts
+        self._names: list[list[str]] | None = None
         self.groups = [numbers for size, numbers in by_size.items() if size > 0 and len(numbers) > 1]
+
+    def of_group(self, group: int, of_parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of an owner's tensors that are of a group."""
+        return [of_parts[number] for number in self.groups[group]]
+
+    def names(self, name: Callable[[Part], str]) -> list[list[str]]:
+        """What the parts of each group are called; asked once."""
+        if self._names is None:
+            self._names = [[name(self.parts[number]) for number in group] for group in self.groups]
+        return self._names
 
     @cached_property
     def runs(self) -> list[Run]:
