@@ -85,6 +85,10 @@ class Values:
         starts: Column = self.kept["addresses"][columns.tensor] + columns.start * self.tensors[0].itemsize
         return starts
 
+    def divide(self, table: Table, owner: int, by: int) -> None:
+        """Divides an owner's parts, in place."""
+        torch._foreach_div_(self.parts(table, owner), by)
+
 
 class Stretch(Values):
     """Memory for the parts of one owner, at their places in its frame."""
@@ -99,6 +103,9 @@ class Stretch(Values):
     def addresses(self, table: Table, owner: int) -> Column:
         places: Column = self._flat.data_ptr() + table.columns(owner).place * self._flat.itemsize
         return places
+
+    def divide(self, table: Table, owner: int, by: int) -> None:
+        self._flat.div_(by)  # what lies between parts has no meaning
 
 
 def in_float32(values: Values, fill: bool = True) -> Values:

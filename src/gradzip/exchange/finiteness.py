@@ -24,7 +24,7 @@ def all_finite(xs: Sequence[torch.Tensor]) -> bool:
 
 def _joined(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same values in fewer tensors."""
-    small = [x.reshape(-1) for x in xs if x.numel() <= _SMALL and x.dtype == xs[0].dtype]
-    if len(small) < 2:
-        return list(xs)
-    return [torch.cat(small), *(x for x in xs if x.numel() > _SMALL or x.dtype != xs[0].dtype)]
+    small, dtype, others = list[torch.Tensor](), xs[0].dtype, list[torch.Tensor]()
+    for x in xs:
+        (small if x.numel() <= _SMALL and x.dtype == dtype else others).append(x)
+    return [torch.cat([x.reshape(-1) for x in small]), *others] if len(small) > 1 else list(xs)
