@@ -179,6 +179,12 @@ def test_all_finite() -> None:
     assert all_finite([torch.empty(0), big, torch.ones(2, dtype=torch.float64)])
     for bad in (math.nan, math.inf, -math.inf):
         assert not all_finite([torch.ones(3), torch.tensor([1.0, bad])])
+        many = [torch.ones(2, 3) for _ in range(20)] + [torch.ones(1 << 14), torch.ones(2, dtype=torch.bfloat16)]
+        assert all_finite(many)
+        for number, tensor in enumerate(many):
+            damaged = tensor.clone()
+            damaged.view(-1)[1] = bad
+            assert not all_finite([*many[:number], damaged, *many[number + 1 :]])
     assert not all_finite([torch.tensor([math.inf, -math.inf])])
 
 

@@ -49,6 +49,7 @@ class Context:
     whole: bool = False  # for codecs of several rounds: the tensor only keeps others company, and goes as it is
     # What the codec carries from step to step. It is equal on all ranks, but for keys that start with "own_".
     state: dict[str, Any] = field(default_factory=dict)
+    names: Sequence[str] = ()  # of each row, where several tensors of one size are coded at once (Codec.codes_rows)
 
     def __post_init__(self) -> None:
         check_shift(self.shift)
@@ -147,6 +148,9 @@ class Codec:
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor
     shaped: ClassVar[bool] = False  # rounds by Context.shape; an exchange codes it in whole messages alone
     cuttable: ClassVar[bool] = False  # each value is coded by itself: it does not matter where a tensor is cut
+    # On CPUs `_encode` and `_decode` take tensors of one size as rows as well, with a row of the body for each, and
+    # all bodies of that size are equally long. Each row is coded as it would be by itself.
+    codes_rows: ClassVar[bool] = False
 
     @property
     def lossless(self) -> bool:
@@ -359,8 +363,8 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def typed(body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as elements; a copy only where they are not aligned."""
-    if body.storage_offset() % dtype.itemsize:
-        body = body.clone()
+    if any(place % dtype.itemsize for place in (body.storage_offset(), *body.stride()[:-1])):
+        body = body.clone(memory_format=torch.contiguous_format)
     return body.view(dtype)
 
 

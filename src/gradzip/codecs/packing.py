@@ -3,6 +3,8 @@
 Everything is a handful of whole-tensor operations, so that it runs wherever torch does; bytes are looked up in tables
 where that is quicker, and on a GPU a kernel packs and unpacks values of 1 to 8 bits in one pass. Bits fill bytes from
 the lowest up. What a packer leaves over in its last byte is zero, and an unpacker refuses anything else.
+
+On CPUs all of them take (and give) rows as well: the last dimension is packed, for each row by itself.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 values below 2^bits as bytes."""
     if bits == 8:
         return values
-    size = packed_bytes(values.numel(), bits)
-    if pack_select.serves(values):
+    rows, size = values.shape[:-1], packed_bytes(values.shape[-1], bits)
+    if values.dim() == 1 and pack_select.serves(values):
         return pack_select.pack_bits(values, bits, size)
-    groups = pad(values, (0, -values.numel() % 8)).view(-1, 8)
+    whole = pad(values, (0, -values.shape[-1] % 8))
     if bits == 1:  # each of eight bytes is moved to its place in the highest one, and none of the others gets there
-        return (groups.view(torch.int64) * _GATHERED >> 56).view(-1).to(torch.uint8)[:size]
+        return (whole.view(torch.int64) * _GATHERED >> 56).to(torch.uint8)[..., :size]
     if 8 % bits == 0:
-        return _folded(groups.view(-1, 8 // bits), bits)[:size]
-    words = _folded(groups.to(torch.int64), bits)
-    return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[:size]
+        return _folded(whole.view(-1, 8 // bits), bits).view(*rows, whole.shape[-1] * bits // 8)[..., :size]
+    words = _folded(whole.view(-1, 8).to(torch.int64), bits)
+    return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(*rows, whole.shape[-1] * bits // 8)[..., :size]
 
 
 def _folded(groups: torch.Tensor, bits: int) -> torch.Tensor:
@@ -55,20 +57,23 @@ def unpack(
 
     Unless `checked`, the last byte is not looked at, for which the host would wait.
     """
-    assert data.numel() == packed_bytes(count, bits)
+    rows, stored = data.shape[:-1], data.shape[-1]
+    assert stored == packed_bytes(count, bits)
     if bits == 8:
         return data
-    if pack_select.serves(data):
+    if data.dim() == 1 and pack_select.serves(data):
         values = pack_select.unpack_bits(data, count, bits)
     elif 8 % bits == 0:
-        values = _by_byte(bits, data.device).index_select(0, data.int()).view(torch.uint8)
+        words = _by_byte(bits, data.device).index_select(0, data.reshape(-1).int())
+        values = words.view(torch.uint8).view(*rows, stored * (8 // bits))
     else:
-        groups = pad(data, (0, -data.numel() % bits)).view(-1, bits)
-        words = pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)
-        values = _unfolded(words.view(-1), bits, 8).to(torch.uint8)
-    if checked and count * bits % 8 and bool((data if near is None else near)[-1] >> count * bits % 8):
+        groups = pad(data, (0, -stored % bits))
+        words = pad(groups.view(-1, bits), (0, 8 - bits)).contiguous().view(torch.int64)
+        values = _unfolded(words.view(-1), bits, 8).to(torch.uint8).view(*rows, groups.shape[-1] // bits * 8)
+    last = (data if near is None else near)[..., -1:]
+    if checked and count * bits % 8 and bool((last >> count * bits % 8).any()):
         raise Corrupt("bits are set behind the last value")
-    return values[:count]
+    return values[..., :count]
 
 
 @cache
@@ -88,24 +93,26 @@ def trit_bytes(count: int) -> int:
 
 def pack_trits(values: torch.Tensor) -> torch.Tensor:
     """uint8 values 0, 1 and 2, five to a byte."""
-    groups = pad(values, (0, -values.numel() % TRITS_PER_BYTE)).view(-1, TRITS_PER_BYTE)
+    rows, size = values.shape[:-1], trit_bytes(values.shape[-1])
+    groups = pad(values, (0, -values.shape[-1] % TRITS_PER_BYTE)).view(-1, TRITS_PER_BYTE)
     packed = groups[:, 4].clone()
     for place in (3, 2, 1, 0):
         packed.mul_(3).add_(groups[:, place])
-    return packed
+    return packed.view(*rows, size)
 
 
 def unpack_trits(data: torch.Tensor, count: int) -> torch.Tensor:
-    assert data.numel() == trit_bytes(count)
+    assert data.shape[-1] == trit_bytes(count)
     values = trits_of(data)
-    if bool((data >= 3**TRITS_PER_BYTE).any()) or bool(values[count:].any()):
+    if bool((data >= 3**TRITS_PER_BYTE).any()) or bool(values[..., count:].any()):
         raise Corrupt("a byte is no group of five ternary digits")
-    return values[:count]
+    return values[..., :count]
 
 
 def trits_of(data: torch.Tensor) -> torch.Tensor:
     """Five digits for each byte, whatever it is; nothing waits for a GPU."""
-    return _trits(data.device).index_select(0, data.int()).view(-1)
+    digits = _trits(data.device).index_select(0, data.reshape(-1).int())
+    return digits.view(*data.shape[:-1], data.shape[-1] * TRITS_PER_BYTE)
 
 
 @cache
@@ -149,9 +156,9 @@ def position_bytes(numel: int, count: int) -> int:
 
 def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     """Ascending int64 indices below `numel` as bytes."""
-    count = index.numel()
+    count = index.shape[-1]
     if count == 0:
-        return index.new_empty(0, dtype=torch.uint8)
+        return index.new_empty(index.shape, dtype=torch.uint8)
     width = _low_width(numel, count)
     if width == 0:
         return pack(_marked(index, numel), 1)
@@ -159,7 +166,7 @@ def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     if width % 8:
         parts.append(pack((index >> width // 8 * 8 & (1 << width % 8) - 1).to(torch.uint8), width % 8))
     upper = (index >> width) + torch.arange(count, device=index.device)
-    return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)])
+    return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)], -1)
 
 
 def unpack_positions(
@@ -169,33 +176,37 @@ def unpack_positions(
 
     Unless `checked`, nothing waits for a GPU, and bytes that nobody has packed become some indices below numel.
     """
-    assert data.numel() == position_bytes(numel, count)
+    assert data.shape[-1] == position_bytes(numel, count)
     if count == 0:
-        return data.new_empty(0, dtype=torch.int64)
+        return data.new_empty(data.shape, dtype=torch.int64)
     width, near = _low_width(numel, count), data if near is None else near
     start = _low_bytes(count, width) if width else 0
     bits = _upper_bits(numel, count, width) if width else numel
-    marks = unpack(data[start:], bits, 1, near[start:], checked)
-    marked = marks.nonzero().view(-1) if checked else _places(marks, count)
-    if marked.numel() != count:
+    marks = unpack(data[..., start:], bits, 1, near[..., start:], checked)
+    if checked and marks.dim() > 1 and bool((marks.sum(-1, dtype=torch.int32) != count).any()):
+        raise Corrupt(f"not {count} positions are marked in each row, where {count} values follow")
+    marked = marks.nonzero()[:, -1] if checked else _places(marks, count)
+    if marks.dim() == 1 and marked.numel() != count:
         raise Corrupt(f"{marked.numel()} positions are marked where {count} values follow")
+    marked = marked.view(*marks.shape[:-1], count)
     if width == 0:
         return marked
     index = (marked - torch.arange(count, device=data.device)) << width
     for plane in range(width // 8):
-        index |= data[plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
+        index |= data[..., plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
     if width % 8:
-        odd = unpack(data[width // 8 * count : start], count, width % 8, near[width // 8 * count : start], checked)
+        low = slice(width // 8 * count, start)
+        odd = unpack(data[..., low], count, width % 8, near[..., low], checked)
         index |= odd.to(torch.int64) << width // 8 * 8
     if not checked:
         return index.clamp_(0, numel - 1)
-    if bool((index.diff() <= 0).any() | (index[-1] >= numel)):
+    if bool((index.diff() <= 0).any() | (index[..., -1] >= numel).any()):
         raise Corrupt(f"the positions do not ascend from 0 to {numel - 1}")
     return index
 
 
 def _places(marks: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the first `count` marks are."""
+    """Where the first `count` marks of a vector are."""
     number = marks.cumsum(0, dtype=torch.int64)
     number = torch.where(marks.view(torch.bool) & (number <= count), number - 1, count)
     places = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)  # the last one is for what is no mark
@@ -203,5 +214,5 @@ def _places(marks: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _marked(index: torch.Tensor, size: int) -> torch.Tensor:
-    marks = torch.zeros(size, dtype=torch.uint8, device=index.device)
-    return marks.index_fill_(0, index, 1)
+    marks = torch.zeros((*index.shape[:-1], size), dtype=torch.uint8, device=index.device)
+    return marks.scatter_(-1, index, 1) if index.dim() > 1 else marks.index_fill_(0, index, 1)

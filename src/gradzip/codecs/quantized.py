@@ -26,7 +26,7 @@ from .. import wire
 from ..errors import Corrupt, Unsupported
 from .base import Context, Lossy, deliver, register, require_float32, typed
 from .packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
-from .random import key_of, stream
+from .random import key_of, stream, streams
 from .sums import ordered_sum
 
 TRITS = 0  # as the number of bits of a code: three values, five to a byte
@@ -56,28 +56,32 @@ class Stretches(Protocol):
 
 
 class Matrix:
-    """Stretches of equal length, but for the last one."""
+    """Stretches of equal length, but for the last one: of a tensor, or of each of several in rows."""
 
     def __init__(self, x: torch.Tensor, width: int | None) -> None:
         """`width`: None for one stretch. There is one at least."""
-        self._numel, self._width = x.numel(), max(x.numel() if width is None else min(width, x.numel()), 1)
-        rows = max(-(-self._numel // self._width), 1)
-        self._missing = rows * self._width - self._numel
+        self._of, self._numel = x.shape[:-1], x.shape[-1]
+        self._width = max(self._numel if width is None else min(width, self._numel), 1)
+        self._each = max(-(-self._numel // self._width), 1)  # of a tensor
+        self._missing = self._each * self._width - self._numel
         self.values = self.filled(x.float())
 
     @cached_property
     def sizes(self) -> torch.Tensor:
         sizes = torch.full((len(self.values),), self._width, device=self.values.device)
         if self._missing:
-            sizes[-1:] -= self._missing
+            sizes.view(-1, self._each)[:, -1] -= self._missing
         return sizes
 
     def flat(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1)[: self._numel]
+        return x.reshape(*self._of, self._each * self._width)[..., : self._numel]
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `flat`."""
-        return (pad(x, (0, self._missing)) if self._missing else x).view(-1, self._width)
+        return (pad(x, (0, self._missing)) if self._missing else x).reshape(-1, self._width)
+
+    def by_tensor(self, statistic: torch.Tensor) -> torch.Tensor:
+        return statistic.view(*self._of, self._each)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         return x.amax(1)
@@ -98,6 +102,7 @@ class Matrix:
 class QuantizedCodec(Lossy, ABC):
     """What they share: statistics of stretches, codes of values, and a body whose size follows from numel."""
 
+    codes_rows: ClassVar[bool] = True
     draws: ClassVar[int] = 0  # random bits for each value
     statistics: ClassVar[int] = 1  # of each stretch
 
@@ -124,13 +129,14 @@ class QuantizedCodec(Lossy, ABC):
     def codes_bytes(self, numel: int) -> int:
         return packed_bytes(numel, self.width) if self.width else trit_bytes(numel)
 
-    # -- frames of one tensor ------------------------------------------------------------------------------------
+    # -- frames of one tensor, or of rows of tensors --------------------------------------------------------------
 
     def _head_bytes(self, numel: int) -> int:
         return 4 * self.statistics
 
     def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(statistics).view(torch.uint8)
+        """The first bytes of a body, whose statistics are in the last dimension."""
+        return torch.cat(statistics, -1).view(torch.uint8)
 
     def _body_bytes(self, numel: int) -> int:
         return self._head_bytes(numel) + self.codes_bytes(numel)
@@ -145,27 +151,46 @@ class QuantizedCodec(Lossy, ABC):
 
     def _check_size(self, body: torch.Tensor, out: torch.Tensor) -> None:
         require_float32(self, out.dtype)
-        if body.numel() != self._body_bytes(out.numel()):
-            raise Corrupt(f"{out.numel()} values do not fit a {self.name} body of {body.numel()} bytes")
+        if body.shape[-1] != self._body_bytes(out.shape[-1]):
+            raise Corrupt(f"{out.shape[-1]} values do not fit a {self.name} body of {body.shape[-1]} bytes")
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        head, size = self._head_bytes(x.numel()), self._body_bytes(x.numel())
-        matrix, draws = Matrix(x, self.stretch), None
-        if self.draws:
-            draws = matrix.filled(
-                stream(draws_key(ctx.name, ctx.step, ctx.rank, ctx.seed), x.numel(), self.draws, x.device)
-            )
+        head, size = self._head_bytes(x.shape[-1]), self._body_bytes(x.shape[-1])
+        matrix = Matrix(x, self.stretch)
+        draws = matrix.filled(_drawn(ctx, x, self.draws)) if self.draws else None
         statistics, codes = self.quantize(matrix.values, matrix, draws, x.dtype)
-        body[:head] = self._head(statistics)[:head]  # of an empty tensor less than one stretch
+        first = self._head([matrix.by_tensor(each) for each in statistics])
+        body[..., :head] = first[..., :head]  # of an empty tensor less than one stretch
         codes = matrix.flat(codes)
-        body[head:size] = pack(codes, self.width) if self.width else pack_trits(codes)
+        body[..., head:size] = pack(codes, self.width) if self.width else pack_trits(codes)
         return size
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         self._check_size(body, out)
-        head = self._head_bytes(out.numel())
-        codes = unpack(body[head:], out.numel(), self.width) if self.width else unpack_trits(body[head:], out.numel())
-        deliver(self.values(codes, typed(body[:head], torch.float32).unbind(), out.dtype), out, add)
+        head, numel = self._head_bytes(out.shape[-1]), out.shape[-1]
+        codes = unpack(body[..., head:], numel, self.width) if self.width else unpack_trits(body[..., head:], numel)
+        statistics = typed(body[..., :head], torch.float32).split_with_sizes([1] * (head // 4), -1)
+        deliver(self.values(codes, statistics, out.dtype), out, add)
+
+
+def _drawn(ctx: Context, x: torch.Tensor, bits: int) -> torch.Tensor:
+    """So many random bits for each value, this rank's own."""
+    if x.dim() > 1:
+        return streams([draws_key(name, ctx.step, ctx.rank, ctx.seed) for name in ctx.names], x.shape[-1], bits)
+    return stream(draws_key(ctx.name, ctx.step, ctx.rank, ctx.seed), x.numel(), bits, x.device)
+
+
+def _first_bytes(body: torch.Tensor, size: int, own: int | None = None) -> list[int]:
+    """The first bytes of a body; of rows, which have the same but for byte `own`."""
+    first = body if body.dim() == 1 else body[0]
+    if body.dim() > 1:
+        differ = body[:, :size] != first[:size]
+        if own is not None:
+            differ[:, own : own + 1] = False
+        if bool(differ.any()):
+            raise Corrupt("bodies that were made together have different heads")
+    found: list[int] = first[:size].tolist()
+    return found
 
 
 def draws_key(name: str, step: int, rank: int, seed: int = 0) -> int:
@@ -311,24 +336,25 @@ class QSGD(QuantizedCodec):
         return 8 + 4 * -(-numel // self.bucket)
 
     def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
+        (step,) = statistics
         head = torch.tensor([self.bits, 0, 0, 0, *self.bucket.to_bytes(4, "little")], dtype=torch.uint8)
-        return torch.cat([head.to(statistics[0].device), statistics[0].view(torch.uint8)])
+        return torch.cat([head.to(step.device).expand(*step.shape[:-1], 8), step.view(torch.uint8)], -1)
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        head = body[:8].tolist()
+        head, numel = _first_bytes(body, 8), out.shape[-1]
         bits, bucket = (head[0], int.from_bytes(bytes(head[4:]), "little")) if len(head) == 8 else (0, 0)
         if not 2 <= bits <= 8 or any(head[1:4]) or not 1 <= bucket < 1 << 31:
             raise Corrupt("the head of the qsgd body makes no sense")
         sender = QSGD(bits, bucket)
         sender._check_size(body, out)
-        steps_end = sender._head_bytes(out.numel())
-        step = typed(body[8:steps_end], torch.float32)
-        codes = unpack(body[steps_end:], out.numel(), bits)
+        steps_end = sender._head_bytes(numel)
+        step = typed(body[..., 8:steps_end], torch.float32)
+        codes = unpack(body[..., steps_end:], numel, bits)
         most = (1 << bits - 1) - 1
         if bool((codes > 2 * most).any()):
             raise Corrupt(f"a level is above {most}")
-        width = min(bucket, out.numel())
-        steps = step.repeat_interleave(width, output_size=step.numel() * width)[: out.numel()]
+        width = min(bucket, numel)
+        steps = step.repeat_interleave(width, -1, output_size=step.shape[-1] * width)[..., :numel]
         deliver(sender.values(codes, [steps], out.dtype), out, add)
 
 
@@ -445,19 +471,22 @@ class Natural(QuantizedCodec):
 
     def _head(self, statistics: list[torch.Tensor]) -> torch.Tensor:
         (top,) = statistics
-        head = torch.full((4,), self.bits, dtype=torch.uint8, device=top.device)
-        head[1:2], head[2:] = top, 0
+        head = torch.full((*top.shape[:-1], 4), self.bits, dtype=torch.uint8, device=top.device)
+        head[..., 1:2], head[..., 2:] = top, 0
         return head
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        bits, top, *reserved = [*body[:4].tolist(), 0, 0][:4]
-        if body.numel() < 4 or not 3 <= bits <= 8 or any(reserved):
+        bits, _, *reserved = [*_first_bytes(body, 4, own=1), 0, 0][:4]
+        if body.shape[-1] < 4 or not 3 <= bits <= 8 or any(reserved):
             raise Corrupt("the head of the natural body makes no sense")
         sender = Natural(bits)
         sender._check_size(body, out)
         every = torch.arange(1 << bits, dtype=torch.uint8, device=body.device)
-        value = sender.values(every, [torch.full((1,), top, device=body.device)], out.dtype)
-        values = value.index_select(0, unpack(body[4:], out.numel(), bits).int())
+        value = sender.values(every, [body[..., 1:2]], out.dtype)
+        found = unpack(body[..., 4:], out.shape[-1], bits).int()
+        if found.dim() > 1:  # each row has a table of its own
+            found = found + (torch.arange(len(found), dtype=torch.int32) << bits)[:, None]
+        values = value.view(-1).index_select(0, found.view(-1)).view(found.shape)
         if bool(values.isnan().any()):
             raise Corrupt("a code stands for no power of two")
         deliver(values, out, add)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -49,6 +50,19 @@ def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tenso
         low = start & 0xFFFFFFFF
         torch.arange(low - (low >> 31 << 32), low - (low >> 31 << 32) + part.numel(), out=part)
         draw(part, _signed(key), _signed(key >> 32), bits, start >> 32)
+    return out
+
+
+def streams(keys: Sequence[int], numel: int, bits: int) -> torch.Tensor:
+    """`stream` for several keys, a row for each, on the CPU; `numel` is below 2^31."""
+    index = torch.arange(numel, dtype=torch.int32)
+    halves = torch.tensor([(_signed(key), _signed(key >> 32)) for key in keys], dtype=torch.int32)
+    out = torch.empty(len(keys), numel, dtype=torch.int32)
+    rows = max(1, _CHUNK_ON_CPU // max(numel, 1))
+    for start in range(0, len(keys), rows):
+        part, half = out[start : start + rows], halves[start : start + rows]
+        part[:] = index
+        draw(part, half[:, :1], half[:, 1:], bits)
     return out
 
 

@@ -23,13 +23,15 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     """The ascending indices of the k values of largest magnitude; of equal ones the first, on every device.
 
+    On a CPU rows are searched as well, each by itself.
+
     Selecting from many values is slow, so a threshold is guessed from a sample first, low enough that more than k
     values should reach it, as in Deep Gradient Compression (Lin et al., ICLR 2018). There the guess decides
     what is sent; here it only narrows the search, and where it proves too high all values are searched.
     """
-    if k == x.numel():
-        return torch.arange(k, device=x.device)
-    if x.numel() >= 4 * _SAMPLE and 8 * k <= x.numel():
+    if k == x.shape[-1]:
+        return torch.arange(k, device=x.device).expand(*x.shape[:-1], k)
+    if x.dim() == 1 and x.numel() >= 4 * _SAMPLE and 8 * k <= x.numel():
         sample = magnitudes(x[:: x.numel() // _SAMPLE])
         expected = k * sample.numel() / x.numel()
         guess = sample.topk(math.ceil(expected + 3 * math.sqrt(expected) + 3), sorted=False).values.min()
@@ -53,10 +55,13 @@ def _reached(x: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tenso
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
     """As `largest`. torch.topk leaves open which of several equal values it takes."""
-    limit = magnitude.topk(k, sorted=False).values.min()
-    above, equal = magnitude > limit, magnitude == limit
-    room = k - above.sum()
-    return (above | (equal & (equal.cumsum(0) <= room))).nonzero().view(-1)
+    limit = magnitude.topk(k, sorted=False).values.amin(-1, True)
+    chosen = magnitude >= limit
+    if magnitude.device.type != "cpu" or bool((chosen.sum(-1) != k).any()):  # of equal ones, the first
+        above, equal = magnitude > limit, magnitude == limit
+        room = k - above.sum(-1, True)
+        chosen = above | (equal & (equal.cumsum(-1) <= room))
+    return chosen.nonzero()[:, -1].view(*magnitude.shape[:-1], k)
 
 
 def largest_by_sorting(magnitude: torch.Tensor, k: int) -> torch.Tensor:

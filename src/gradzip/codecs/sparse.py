@@ -84,22 +84,25 @@ class SparseFrame(Codec, ABC):
 
     def _write(self, sent: Sparse, numel: int, ctx: Context, body: torch.Tensor) -> int:
         index, values = ctx.sent = sent
-        size = sparse_bytes(numel, index.numel(), values.itemsize)
-        positions = _COUNT_BYTES + index.numel() * values.itemsize
-        write_number(body, index.numel())
-        body[_COUNT_BYTES:positions] = values.view(torch.uint8)
-        body[positions:size] = pack_positions(index, numel)
+        count = index.shape[-1]
+        size, positions = sparse_bytes(numel, count, values.itemsize), _COUNT_BYTES + count * values.itemsize
+        write_number(body, count)
+        body[..., _COUNT_BYTES:positions] = values.view(torch.uint8)
+        body[..., positions:size] = pack_positions(index, numel)
         return size
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         near = body if ctx.near is None else ctx.near[ctx.near.numel() - body.numel() :]
-        count = read_number(near) if body.numel() >= _COUNT_BYTES else -1
-        least = fewest(out.numel())
-        if not least <= count <= out.numel() or body.numel() != sparse_bytes(out.numel(), count, out.itemsize):
-            raise Corrupt(f"{count} of {out.numel()} values do not make a body of {body.numel()} bytes")
+        numel, size = out.shape[-1], body.shape[-1]
+        first = near if near.dim() == 1 else near[0]
+        count = read_number(first) if size >= _COUNT_BYTES else -1
+        if not fewest(numel) <= count <= numel or size != sparse_bytes(numel, count, out.itemsize):
+            raise Corrupt(f"{count} of {numel} values do not make a body of {size} bytes")
+        if near.dim() > 1 and bool((near[:, :_COUNT_BYTES] != first[:_COUNT_BYTES]).any()):
+            raise Corrupt(f"not all frames that were made together hold {count} of {numel} values")
         positions = _COUNT_BYTES + count * out.itemsize
-        index = unpack_positions(body[positions:], out.numel(), count, near[positions:])
-        scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
+        index = unpack_positions(body[..., positions:], numel, count, near[..., positions:])
+        scatter(index, typed(body[..., _COUNT_BYTES:positions], out.dtype), out, add)
 
 
 @register
@@ -111,13 +114,15 @@ class TopK(_Ratio, SparseFrame):
     wire_id: ClassVar[int] = 6
     summary: ClassVar[str] = "the largest values, with their positions"
     error: ClassVar[str] = "the smaller values; fed back"
+    codes_rows: ClassVar[bool] = True
 
     def most(self, numel: int) -> int:
         return self.kept(numel)
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        index = selection.largest(x, self.kept(x.numel()))
-        return self._write(Sparse(index, x[index]), x.numel(), ctx, body)
+        index = selection.largest(x, self.kept(x.shape[-1]))
+        values = x[index] if x.dim() == 1 else x.gather(-1, index)
+        return self._write(Sparse(index, values), x.shape[-1], ctx, body)
 
 
 @register
@@ -255,8 +260,8 @@ def sparse_bytes(numel: int, count: int, item: int) -> int:
 
 
 def write_number(body: torch.Tensor, number: int) -> None:
-    """An unsigned 64-bit number at the start of a body."""
-    body[:8] = torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
+    """An unsigned 64-bit number at the start of a body, or of each of its rows."""
+    body[..., :8] = torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def read_number(body: torch.Tensor) -> int:
@@ -264,7 +269,14 @@ def read_number(body: torch.Tensor) -> int:
 
 
 def scatter(index: torch.Tensor, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """Puts values to their places in `out`, or adds them; all others count as zero."""
+    """Puts values to their places in `out`, or adds them; all others count as zero. On a CPU in each row, too."""
+    if index.dim() > 1:
+        if add:
+            values = out.gather(-1, index) + values
+        else:
+            out.zero_()
+        out.scatter_(-1, index, values)
+        return
     if add:
         values = out[index] + values
     else:

@@ -1,9 +1,9 @@
 """Messages on the stream runner whose parts are coded one by one, by codecs whose frames have a known size.
 
 What the host codes as a frame for each part (generic.py) lies in one frame for each owner here, without headers, and is
-coded for all parts at once: values are copied to rows (rows.py), and every step is an operation on all of them. By the
-route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all parts, and all ranks add
-all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
+coded for all parts at once: values are copied to rows (part_rows.py), and every step is an operation on all of them. By
+the route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all parts, and all ranks
+add all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
 the means that this rank codes. All arithmetic gives the same bits on every device, so that both runners agree wherever
 they run.
 """

@@ -85,6 +85,10 @@ class Values:
         starts: Column = self.kept["addresses"][columns.tensor] + columns.start * self.tensors[0].itemsize
         return starts
 
+    def divide(self, table: Table, owner: int, by: int) -> None:
+        """Divides an owner's parts, in place."""
+        torch._foreach_div_(self.parts(table, owner), by)
+
 
 class Stretch(Values):
     """Memory for the parts of one owner, at their places in its frame."""
@@ -99,6 +103,9 @@ class Stretch(Values):
     def addresses(self, table: Table, owner: int) -> Column:
         places: Column = self._flat.data_ptr() + table.columns(owner).place * self._flat.itemsize
         return places
+
+    def divide(self, table: Table, owner: int, by: int) -> None:
+        self._flat.div_(by)  # what lies between parts has no meaning
 
 
 def in_float32(values: Values, fill: bool = True) -> Values:
@@ -200,6 +207,9 @@ class MessageCodec(ABC):
     cuttable: bool = True  # chunks may cut parts
     adds_frames: bool = False  # plain values in another type: where a route codes nothing, these are averaged instead
     widest: int = 8  # bytes of a value, at the most
+    # Values of a frame in a chunk on CPUs: coding one overlaps with sending another. A chunk costs two milliseconds of
+    # processor time, so where frames are small, and little is gained while they are sent, it is longer.
+    chunk: int = 1 << 19
 
     @abstractmethod
     def bound(self, table: Table, owner: int, kind: torch.dtype) -> int:

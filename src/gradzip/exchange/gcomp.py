@@ -213,7 +213,7 @@ class GCompCoder(GenericCoder):
         except engine.DamagedFrames as damage:
             self._explain(table, owner, terms[damage.part], hop)
         if by > 1:
-            torch._foreach_div_(out.parts(table, owner), by)
+            out.divide(table, owner, by)
 
     def _note_own(self, engine: ModuleType, table: Table, owner: int, own: Values, hop: Hop) -> None:
         """What is lost of values that count as if they had been coded and decoded."""

@@ -28,8 +28,8 @@ from ..engines.native import Pieces
 from ..errors import Corrupt, Truncated
 from . import streams
 from .coding import Coder, Frames, Values
+from .equal_parts import ENTRY
 from .gcomp import GCompCoder
-from .generic import ENTRY
 from .parts import Column, Table
 from .program import Hop
 

@@ -1,6 +1,7 @@
 """Any codec of one round for whole messages: an owner's frame holds a frame of the codec for each part.
 
-First come the sizes of these frames, 8 bytes each, then the frames, each padded with zeros to 8 bytes.
+First come the sizes of these frames, 8 bytes each, then the frames, each padded with zeros to 8 bytes. On CPUs, parts
+of one size are coded together where the codec takes rows (equal_parts.py): the same bytes by fewer calls.
 
 What an encode loses is kept by the rank that performs it, for the next step: that of its own gradient under the
 parameter's name, that of a sum under the number of the encode and the place of the part.
@@ -22,11 +23,10 @@ from ..codecs.sparse import scatter
 from ..errors import Corrupt
 from . import streams
 from .coding import Coder, Frames, Message, MessageCodec, Values
+from .equal_parts import ENTRY, LONGEST, Rows, Run, frames_of_group
 from .flattening import flatten, unflatten
-from .parts import Part, Table
+from .parts import Column, Part, Table
 from .program import Hop
-
-ENTRY = 8  # bytes of a size, and what frames are padded to
 
 
 class GenericMessages(MessageCodec):
@@ -71,21 +71,23 @@ class GenericCoder(Coder):
         if memory is None or not self._feeds_back:
             super().measure(values)
             return
-        for name, tensor in zip(self.message.names, values.shaped):
-            total = memory.compensated(name, tensor, self.message.scale)
+        totals = memory.compensated_all(self.message.names, values.shaped, self.message.scale)
+        for tensor, total in zip(values.shaped, totals):
             if total is not tensor:
                 tensor.copy_(total)
             # Values that go out uncoded lose nothing but this: what rounding to the gradients' own type takes.
-            lost = wide(total) - wide(tensor) if tensor.itemsize < 4 else torch.zeros_like(tensor)
-            self._lost.append(flatten(lost, tensor))
+            narrow = tensor.itemsize < 4
+            lost = flatten(wide(total) - wide(tensor), tensor) if narrow else tensor.new_zeros(tensor.numel())
+            self._lost.append(lost)
 
     def finish(self) -> None:
         memory = self.message.memory
         if memory is None or not self._feeds_back:
             super().finish()
             return
-        for name, tensor, lost in zip(self.message.names, self._own.shaped, self._lost):
-            memory.lost(name, unflatten(lost, tensor), self.message.scale)
+        residuals = self._lost if self.message.scale == 1 else torch._foreach_div(self._lost, self.message.scale)
+        for name, tensor, residual in zip(self.message.names, self._own.shaped, residuals):
+            memory.keep(name, unflatten(residual, tensor))
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -99,9 +101,15 @@ class GenericCoder(Coder):
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
         stream, count = streams.current(), len(table.of_owner(owner))
         there = stream.room(room)
-        writer = FrameWriter(there, count)
-        for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
-            writer.add(self._encode_part(part, x, hop, writer.room)[0].numel())
+        writer, rows, xs = FrameWriter(there, count), self._rows(table, owner, hop), values.parts(table, owner)
+        coded = [self._encode_rows(rows, group, xs, hop) for group in range(len(rows.groups))]
+        for run in rows.runs:
+            if run.group >= 0:
+                frames, _ = coded[run.group]
+                writer.add_rows(frames[run.row : run.row + run.count])
+                continue
+            for number in range(run.first, run.first + run.count):
+                writer.add(self._encode_part(rows.parts[number], xs[number], hop, writer.room)[0].numel())
         size = writer.end(room)
         stream.send_back(there[ENTRY * count : size], room[ENTRY * count : size])
         return size
@@ -110,17 +118,21 @@ class GenericCoder(Coder):
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
         parts, stream = table.of_owner(owner), streams.current()
-        terms = [None if frame is None else frames_in(frame, len(parts)) for frame in frames]
-        there = terms
-        if stream.on_device:
-            there = [None if frame is None else frames_in(frame, len(parts), stream.there(frame)) for frame in frames]
+        terms = [None if frame is None else Places(frame, len(parts)) for frame in frames]
+        there = [None if frame is None else stream.there(frame) for frame in frames]
         mine = None if own is None else own.parts(table, owner)
-        for number, (part, target) in enumerate(zip(parts, out.parts(table, owner))):
+        rows, targets = self._rows(table, owner, hop), out.parts(table, owner)
+        left = set(range(len(parts)))
+        for group in range(len(rows.groups)):
+            if self._decode_rows(rows, group, terms, mine, hop, targets, by):
+                left.difference_update(rows.groups[group])
+        for number in sorted(left):
+            part, target = parts[number], targets[number]
             kind = torch.promote_types(target.dtype, torch.float32)
             total = target if target.dtype == kind else torch.empty_like(target, dtype=kind)
             for place, (found, near) in enumerate(zip(there, terms)):
                 if found is not None and near is not None:
-                    self._decode_part(part, found[number], near[number], hop, total, add=place > 0)
+                    self._decode_part(part, near.of(number, found), near.of(number), hop, total, add=place > 0)
                     continue
                 assert mine is not None
                 term = mine[number] if hop.ring else self._as_decoded(part, mine[number], hop)
@@ -129,6 +141,102 @@ class GenericCoder(Coder):
                 total.div_(stream.divisor(by))
             if total is not target:
                 target.copy_(total)
+
+    # -- parts of one size --------------------------------------------------------------------------------------
+
+    def _rows(self, table: Table, owner: int, hop: Hop) -> Rows:
+        """An owner's parts; in groups where these are coded together."""
+        codec, kept = self.codec, self._own.kept
+        batches = codec.codes_rows and self.message.dtype == torch.float32 and not streams.current().on_device
+        batches &= hop.own or type(codec).for_sum is Codec.for_sum
+        key = table.digest, owner, "rows" if batches else "parts"
+        if key not in kept:
+            kept[key] = Rows(table.of_owner(owner), LONGEST if batches else 0)
+        rows: Rows = kept[key]
+        return rows
+
+    def _encode_rows(
+        self, rows: Rows, group: int, of_owner: Sequence[torch.Tensor], hop: Hop
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_encode_part` for a group: frames as rows; and what others decode, where that is known."""
+        memory, codec, names = self.message.memory, self.codec, rows.names(self._name)[group]
+        parts, xs = [rows.parts[number] for number in rows.groups[group]], rows.of_group(group, of_owner)
+        feeds_back = memory is not None and self._feeds_back
+        if memory is not None and feeds_back and not hop.own:
+            of_tensors = [self.message.names[part.tensor] for part in parts]
+            xs = [
+                memory.compensated(name, x, self._unit(hop), stage_of(hop, part))
+                for name, x, part in zip(of_tensors, xs, parts)
+            ]
+        x, message = torch.stack(xs), self.message
+        context = Context("", message.step, message.seed, message.rank, message.world, message.scale, names=names)
+        size, start = codec.bound(x.shape[1], x.dtype), wire.HEADER_BYTES
+        frames = torch.zeros(len(parts), size + -size % ENTRY, dtype=torch.uint8)
+        body = codec._encode(x, context, frames[:, start:size])
+        assert start + body == size, f"{codec}: rows need frames of one size"
+        head = wire.pack_header(codec.wire_id, x.dtype, x.shape[1], body, check=False)
+        frames[:, :start] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        if not feeds_back:
+            return frames[:, :size], None
+        decoded = torch.empty_like(x)
+        if context.sent is None:
+            codec._decode(frames[:, start:size], context, decoded, False)
+        else:
+            scatter(*context.sent, decoded, add=False)
+        lost = list((x - decoded).unbind())
+        if hop.own:
+            torch._foreach_add_([self._lost[part.tensor][part.start : part.stop] for part in parts], lost)
+        for part, of_part in zip(parts, lost) if not hop.own else ():
+            assert memory is not None
+            memory.lost(message.names[part.tensor], of_part, self._unit(hop), stage_of(hop, part))
+        return frames[:, :size], decoded
+
+    def _decode_rows(
+        self,
+        rows: Rows,
+        group: int,
+        terms: Sequence[Places | None],
+        mine: Sequence[torch.Tensor] | None,
+        hop: Hop,
+        targets: Sequence[torch.Tensor],
+        by: int,
+    ) -> bool:
+        """Adds up a group's parts; False: nothing is done, they are to be decoded one by one."""
+        count, numel = len(rows.groups[group]), rows.parts[rows.groups[group][0]].numel
+        frames = [None if term is None else term.rows(rows.runs_of[group]) for term in terms]
+        codecs = [None if found is None else self._decoder_of_rows(found, numel) for found in frames]
+        if any(term is not None and codec is None for term, codec in zip(terms, codecs)):
+            return False
+        total, context = torch.empty(count, numel), Context()
+        for place, (found, codec) in enumerate(zip(frames, codecs)):
+            if found is not None and codec is not None:
+                codec._decode(found[:, wire.HEADER_BYTES :], context, total, place > 0)
+                continue
+            assert mine is not None
+            term = self._rows_as_decoded(rows, group, mine, hop)
+            total.add_(term) if place else total.copy_(term)
+        if by > 1:
+            total.div_(by)
+        torch._foreach_copy_(rows.of_group(group, targets), list(total.unbind()))
+        return True
+
+    def _decoder_of_rows(self, frames: torch.Tensor, numel: int) -> Codec | None:
+        """What decodes frames that begin alike; None: they are not what was expected, or not to be decoded as rows."""
+        header = wire.read_header(frames[0])
+        codec = self.codec.decoder(header.codec_id)
+        expected = codec.wire_id, torch.float32, numel, None
+        found = header.codec_id, header.dtype, header.numel, header.checksum
+        return codec if codec.codes_rows and found == expected else None
+
+    def _rows_as_decoded(self, rows: Rows, group: int, mine: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
+        """What others would decode of this rank's own values."""
+        if hop.ring:
+            return torch.stack(rows.of_group(group, mine))
+        frames, decoded = self._encode_rows(rows, group, mine, hop)
+        if decoded is None:
+            decoded = torch.empty(len(frames), rows.parts[rows.groups[group][0]].numel)
+            self.codec._decode(frames[:, wire.HEADER_BYTES :], Context(), decoded, False)
+        return decoded
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -209,10 +317,15 @@ class GenericCoder(Coder):
     def _state(self, name: str) -> dict[str, Any]:
         return {} if self.message.memory is None else self.message.memory.state(name, self.codec.name)
 
-    def _context(self, part: Part, hop: Hop) -> Context:
-        whole = self._whole(part.tensor)
+    def _name(self, part: Part) -> str:
+        """Of its tensor, and which part of that it is."""
+        name = self.message.names[part.tensor]
         is_whole = part.numel == self._own.tensors[part.tensor].numel()
-        name = whole.name if is_whole else f"{whole.name}[{part.start}:{part.stop}]"
+        return name if is_whole else f"{name}[{part.start}:{part.stop}]"
+
+    def _context(self, part: Part, hop: Hop) -> Context:
+        whole, name = self._whole(part.tensor), self._name(part)
+        is_whole = part.numel == self._own.tensors[part.tensor].numel()
         floor = None if whole.floor is None else whole.floor[part.start : part.stop]
         if self.codec.cuttable or (is_whole and hop.own):
             state = whole.state
@@ -238,6 +351,15 @@ class FrameWriter:
         self._out[end : self._at] = 0
         self._sizes.append(size)
 
+    def add_rows(self, frames: torch.Tensor) -> None:
+        """Frames of one size, as rows."""
+        count, size = frames.shape
+        padded = size + -size % ENTRY
+        room = self._out[self._at : self._at + count * padded].view(count, padded)
+        room[:, :size], room[:, size:] = frames, 0
+        self._at += count * padded
+        self._sizes += [size] * count
+
     def end(self, host: torch.Tensor | None = None) -> int:
         """Bytes written, with the sizes; they go to the host's memory, where that is another one."""
         table = np.array(self._sizes, "<i8").view(np.uint8)
@@ -245,20 +367,34 @@ class FrameWriter:
         return self._at
 
 
-def frames_in(data: torch.Tensor, count: int, there: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The frames that an owner's frame holds; those of `there`, if that is where it was brought."""
-    there = data if there is None else there
-    at = ENTRY * count
-    sizes = data[:at].numpy().view("<i8").tolist() if data.numel() >= at else [-1]
-    found = []
-    for size in sizes:
-        if size < 0 or at + size > data.numel():
+class Places:
+    """Where the frames that an owner's frame holds are, which lies in the host's memory."""
+
+    def __init__(self, data: torch.Tensor, count: int) -> None:
+        at = ENTRY * count
+        sizes = data[:at].numpy().view("<i8") if data.numel() >= at else np.array([-1])
+        ends = at + np.cumsum(sizes + -sizes % ENTRY)
+        if (sizes < 0).any() or (sizes > data.numel()).any() or ends[-1:].sum() > data.numel():
             raise Corrupt(f"it does not hold the {count} frames that it should")
-        found.append(there[at : at + size])
-        at += size + -size % ENTRY
-    if at != data.numel():
-        raise Corrupt(f"{data.numel() - at} bytes follow the last frame")
-    return found
+        if (last := int(ends[-1]) if count else at) != data.numel():
+            raise Corrupt(f"{data.numel() - last} bytes follow the last frame")
+        self.data, self.sizes = data, sizes
+        self.starts: Column = ends - (sizes + -sizes % ENTRY)
+
+    def of(self, number: int, there: torch.Tensor | None = None) -> torch.Tensor:
+        """A frame; of `there`, if that is where all were brought."""
+        start = int(self.starts[number])
+        return (self.data if there is None else there)[start : start + int(self.sizes[number])]
+
+    def rows(self, runs: Sequence[Run]) -> torch.Tensor | None:
+        """Those of a group, as in `frames_of_group`."""
+        return frames_of_group(self.data, self.starts, self.sizes, runs)
+
+
+def frames_in(data: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The frames that an owner's frame holds."""
+    places = Places(data, count)
+    return [places.of(number) for number in range(count)]
 
 
 def stage_of(hop: Hop, part: Part) -> str:

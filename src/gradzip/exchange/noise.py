@@ -26,6 +26,7 @@ class NoiseMessages(MessageCodec):
     known_size = False
     codes_sums = True
     widest = 4
+    chunk = 1 << 20
 
     def __init__(self, codec: Noise) -> None:
         self.codec, self.text = codec, str(codec)

@@ -54,7 +54,6 @@ from .program import (
 )
 from .topology import Topology
 
-CHUNK = 1 << 19  # values of a frame: coding one overlaps with sending another
 # A chunk costs the host of a device much, whatever its size, and coding it hardly anything: there whole buckets overlap
 # with each other, and only frames that are long by themselves are cut (docs/log.md, "Exchange on GPUs").
 CHUNK_ON_DEVICE, TWO_FROM = 1 << 21, 1 << 20
@@ -87,14 +86,14 @@ class HostProgram:
         self,
         program: Program,
         codec: MessageCodec,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         route: str | None = None,
         two_from: int | None = None,
     ) -> None:
-        """`route` is what the user calls the program's; `two_from`: see Table.chunks."""
+        """`chunk`: if not the codec's; `route` is what the user calls the program's; `two_from`: see Table.chunks."""
         self.program, self.codec = program, codec
         self.words = f"{program.codec} by {route or program.route}"
-        self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk, codec.cuttable, two_from)]
+        self.chunks = [Chunk(part) for part in lowered(program).chunked(chunk or codec.chunk, codec.cuttable, two_from)]
 
 
 def _nothing() -> None:
@@ -128,7 +127,7 @@ class HostMessage:
                 route = NAMED["alltoall"]  # an all-reduce of frames, lowered: all-to-all, sums, all-gather
             program = compile_route(self.codec.text, route, self.names, sizes, self.dtype, topology, sums)
             on_device = streams.are_needed(self.values.tensors[0].device)
-            cut = (CHUNK_ON_DEVICE, self._route, TWO_FROM) if on_device else (CHUNK, self._route, None)
+            cut = (CHUNK_ON_DEVICE, self._route, TWO_FROM) if on_device else (None, self._route, None)
             self._program = HostProgram(program, self.codec, *cut)
         return self._program
 

@@ -13,7 +13,7 @@ from ..codecs.baseline import Cast
 from ..collectives.coder import cuttable
 from ..collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks
 from ..errors import PlanError
-from ..exchange.on_host import CHUNK
+from ..exchange.coding import MessageCodec
 from ..option import Option
 from .choices import Choice, Limits, choices, twin
 from .cost import FEATURES, Amount, Pricing, features
@@ -40,7 +40,7 @@ class _Part:
 def even_chunks(numels: Sequence[int], world: int) -> list[Layout]:
     """Tensors one behind the other, cut as the host runner cuts messages: into equally many values."""
     total = sum(numels)
-    count = max(1, round(total / world / CHUNK))
+    count = max(1, round(total / world / MessageCodec.chunk))
     ends = [total * (i + 1) // count for i in range(count)]
     found: list[Layout] = []
     start = 0

@@ -37,7 +37,7 @@ def serves(tensor: torch.Tensor) -> bool:
 
 
 def pack_bits(values: torch.Tensor, bits: int, size: int) -> torch.Tensor:
-    """uint8 values below 2^bits as `size` bytes."""
+    """A vector of uint8 values below 2^bits as `size` bytes."""
     packed = values.new_empty(size)
     if values.numel():
         _in_any_order("pack_bits", values, packed, bits)
