@@ -9,9 +9,11 @@ that of one without exchange. `bound` is the step over what it takes without exc
 of torch's all-reduce of float32 values in the same run. Codecs whose frames have no known size go by collectives/, or
 with --host-runner by the host runner, which hooks/runners.py keeps off until it is measured: see the column `runner`.
 
-"stream powersgd:rank=4" puts a codec on streams that is not carried there yet (hooks/runners.py, RUN_ON_GPUS):
+"stream powersgd:rank=4" puts a codec on streams, with its residuals, that is not carried there yet (hooks/runners.py,
+RUN_ON_GPUS):
 
     ... bench/exchange_gpu.py --model resnet50 --row-major --policies "powersgd:rank=4;stream powersgd:rank=4"
+    ... bench/exchange_gpu.py --model resnet50 --policies "sign;stream sign;topk:ratio=0.01;stream topk:ratio=0.01"
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def measure(
     carried = set(runners.RUN_ON_GPUS)
     policy = what.removeprefix(STREAMED)
     if policy != what:
-        runners.RUN_ON_GPUS.add(policy.partition(":")[0])
+        runners.RUN_ON_GPUS.update((policy.partition(":")[0], runners.FEEDS_BACK))
     model = DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -20,12 +20,14 @@ from test_on_stream import _copied
 from test_programs import compiled
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from training import same
 
 import gradzip
 from gradzip import Fixed, Option, Rules
 from gradzip.codecs import parse
-from gradzip.exchange import on_stream, rounds
+from gradzip.engines.cuda import pack_select
+from gradzip.exchange import compensated, on_stream, rounds
 from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter, run_rounds
@@ -151,6 +153,7 @@ def alike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 def compared(rank: int, codec: str, route: str | None) -> list[str]:
     streams.install()
+    pack_select.serves = lambda tensor: False  # type: ignore[assignment]  # emulated packing takes most of the time
     world, wrong = dist.get_world_size(), list[str]()
     for dtype, cuts in ((torch.float32, [0, 7]), (torch.bfloat16, [0, 1, 3, 7]), (torch.float16, [0, 4, 7]))[
         : 5 - world
@@ -176,6 +179,96 @@ def compared(rank: int, codec: str, route: str | None) -> list[str]:
 def test_means_and_residuals_are_those_of_the_interpreter(world: int, codec: str, route: str | None) -> None:
     for wrong in run_ranks(world, compared, codec, route):
         assert wrong == []
+
+
+# --- Nothing waits --------------------------------------------------------------------------------------------------
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses what would have the host wait for a GPU, or copy from memory that is not pinned."""
+
+    REFUSED = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "lift_fresh"})
+    METHODS = ("tolist", "numpy", "cpu")  # which the dispatcher does not see
+
+    def __enter__(self) -> Any:
+        self._kept = {name: getattr(torch.Tensor, name) for name in self.METHODS}
+        for name in self.METHODS:
+            setattr(torch.Tensor, name, self._refuse)
+        return super().__enter__()
+
+    def __exit__(self, *about: Any) -> None:
+        for name, method in self._kept.items():
+            setattr(torch.Tensor, name, method)
+        super().__exit__(*about)
+
+    @staticmethod
+    def _refuse(*given: Any, **options: Any) -> Any:
+        raise AssertionError("it waits for the GPU")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        # an assignment of one device's tensor to another's, or indexing by a mask, which looks for what is set in it
+        masked = name.startswith(("index", "_index")) and any(
+            isinstance(each, torch.Tensor) and each.dtype == torch.bool
+            for index in args[1:2]
+            if isinstance(index, list | tuple)
+            for each in index
+        )
+        assert name not in self.REFUSED, f"{name} waits for the GPU"
+        assert not masked, f"{name} by a mask waits for the GPU"
+        return func(*args, **(kwargs or {}))
+
+
+def guarded(method: Any) -> Any:
+    def guard(*arguments: Any) -> Any:
+        with NoWaits():
+            return method(*arguments)
+
+    return guard
+
+
+def unhurried(rank: int, codecs: list[tuple[str, str | None]]) -> list[str]:
+    streams.install()
+    upload = compensated.upload
+
+    def pinned(*given: Any) -> torch.Tensor:  # it makes a tensor on the host, from where nobody waits for the copy
+        with _disable_current_modes():
+            return upload(*given)
+
+    compensated.upload = pinned
+    seen, world = list[str](), dist.get_world_size()
+    for codec, route in codecs:
+        mine = Streams(codec, route, torch.bfloat16, [0, 7])
+        for step in (0, 2, 3):
+            if step == 3:  # tables are made, and the device decides
+                message = mine._made[0][1].message
+                assert message is not None
+                for part, names in (
+                    (message, ["encode", "reduce", "decode", "norm"]),
+                    (message.residuals, ["begin", "end"]),
+                ):
+                    for name in names if part is not None else ():
+                        setattr(part, name, guarded(getattr(part, name)))
+            mine.step(step, given(world, step, torch.bfloat16)[rank], STEPS[step][1])
+        mine.runner.drain()
+        seen.append(codec)
+    return seen
+
+
+def test_no_message_waits_for_the_gpu() -> None:
+    codecs = [*((codec, None) for codec in CODECS), *((codec, "alltoall") for codec in CODED)]
+    for seen in run_ranks(2, unhurried, codecs, deadline=200):
+        assert seen == [codec for codec, _ in codecs]
+
+
+ACTS = [lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 0], lambda x: x.nonzero()]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_waits_is_found(act: Any) -> None:
+    x = torch.randn(5)
+    with pytest.raises(AssertionError, match="waits"), NoWaits():
+        act(x)
 
 
 # --- By attach -------------------------------------------------------------------------------------------------------

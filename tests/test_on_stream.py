@@ -604,13 +604,14 @@ def refused(rank: int) -> dict[str, str]:
     said = {}
     for name, policy in {
         "topk": Rules({"0.weight": "noise", "2.weight": "topk:ratio=0.1"}, small=True),
+        "threshold": Rules({"0.weight": "noise", "2.weight": "threshold:value=0.1"}, small=True),
         "learns": gradzip.Accordion("noise", "noise:share=10%"),
     }.items():
         on_stream_device = torch.device("cuda", 0)
         from gradzip.hooks import runners
 
         choose = runners.choose
-        runners.RUN_ON_GPUS -= {runners.LEARNS}
+        runners.RUN_ON_GPUS -= {runners.LEARNS, "topk"}
         runners.choose = lambda ways, types, device, *rest: choose(ways, types, on_stream_device, *rest)  # noqa: B023
         with pytest.raises(Unsupported) as raised:
             Task(policy)
@@ -623,6 +624,7 @@ def test_what_the_stream_runner_cannot_do_is_refused_at_attach() -> None:
     for said in run_ranks(2, refused):
         assert "have topk:ratio=0.1/" in said["topk"]
         assert "and on a GPU the two cannot be mixed" in said["topk"]
+        assert "have threshold:value=0.1/" in said["threshold"]
         assert "looks at averaged gradients" in said["learns"]
 
 

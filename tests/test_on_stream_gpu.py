@@ -11,21 +11,25 @@ import torch
 import torch.distributed as dist
 from conftest import same_bits
 from ranks import TIMEOUT, run_ranks
+from test_coded_on_stream import CODECS
 from test_programs import compiled
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import same
 
 import gradzip
-from gradzip.codecs import parse
+from gradzip.codecs import Context, parse
 from gradzip.engines.noise_layout import Shapes
-from gradzip.exchange import on_stream, slots
-from gradzip.exchange.codecs import stream_codec
+from gradzip.exchange import on_stream, rounds, slots
+from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
-from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.interpreter import Interpreter, run_rounds
 from gradzip.exchange.program import Program
 from gradzip.exchange.topology import Topology
+from gradzip.feedback import Memory
 from gradzip.hooks import runners
+from gradzip.routes import NAMED
 from gradzip.sensitivity.near import memory_order
 
 WORLD, STEPS = 4, 11
@@ -60,7 +64,87 @@ class Trained:
     def program(self, codec: Any) -> Program:
         topology = Topology(0, tuple((rank,) for rank in range(WORLD)))
         sizes = [p.numel() for p in self.parameters]
-        return replace(compiled(on_stream.ROUTE, sizes, codec, topology), names=tuple(self.names))
+        return replace(compiled(NAMED["alltoall"], sizes, codec, topology), names=tuple(self.names))
+
+
+def one_by_one(codec: Any, rank: int, number: int, everybodys: Any, program: Program, memories: list[Memory]) -> Any:
+    """The means of codecs whose parts or numbers are exchanged one by one, as the host runner makes them."""
+    topology = Topology(0, tuple((r,) for r in range(WORLD)))
+    if program.route == NAMED["allreduce"]:
+        contexts = [[Context(name, number, 0, r, WORLD) for name in program.names] for r in range(WORLD)]
+        run_rounds([rounds.of(codec, *each) for each in zip(everybodys, contexts, memories)], topology)
+        means = everybodys[rank]
+    else:
+        whole = message_codec(codec)
+        assert whole is not None
+        messages = [Message(program.names, torch.float32, r, WORLD, number, memory=memories[r]) for r in range(WORLD)]
+        means = Interpreter(replace(program, chunk=program.dealt), whole, messages).run(everybodys)[rank]
+    for memory in memories:
+        memory.commit() if all(bool(mean.isfinite().all()) for mean in means) else memory.drop()
+    return means
+
+
+def fed_back(rank: int, policy: str) -> dict[str, Any]:
+    """A rank has an infinite gradient in step 6; residuals are compared after that and in the end."""
+    runners.RUN_ON_GPUS |= {policy.partition(":")[0], runners.FEEDS_BACK}
+    task, codec = Trained(policy, 0.02), parse(policy)
+    made = stream_codec(codec)
+    assert made is not None
+    sizes = [p.numel() for p in task.parameters]
+    program = compile_route(
+        policy, made.route, task.names, sizes, torch.float32, Topology(0, tuple((r,) for r in range(WORLD)))
+    )
+    memories, wrong, reduce = [Memory(r) for r in range(WORLD)], list[str](), task.handle.reduce
+
+    def watched(bucket: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return reduce(bucket)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for number in range(STEPS):
+        hook = task.parameters[0].register_hook(lambda g: g * torch.inf) if (number, rank) == (6, 1) else None
+        with task.model.no_sync():
+            own = task.backward(number)
+        everybodys = gathered(own)
+        task.handle.reduce = watched if number in (5, 6, 10) else reduce  # type: ignore[method-assign]
+        means = task.backward(number)
+        expected = one_by_one(codec, rank, number, everybodys, program, memories)
+        for name, a, b in zip(task.names, means, expected):
+            if not same_bits(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
+                wrong.append(f"{name} at {number}")
+        if number in (6, STEPS - 1):  # where the device has decided
+            held = {key: torch.as_tensor(value).cpu() for key, value in task.handle.state_dict().items()}
+            for key, value in memories[rank].state_dict().items():
+                if "residual/" not in key:
+                    continue
+                name = key.rpartition("/")[2]
+                other = held.get(key)
+                if "residual/gradient" in key and other is not None:
+                    other = flat(other, task.parameters[task.names.index(name)])
+                if other is None or not torch.equal(other.reshape(-1), torch.as_tensor(value).reshape(-1)):
+                    wrong.append(f"{key} after {number}")
+        if hook is not None:
+            hook.remove()
+        if number != 6:
+            task.optimizer.step()
+    return {
+        "wrong": wrong,
+        "runner": task.handle.stats()["runner"],
+        "parameters": [p.detach().cpu() for p in task.parameters],
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("policy", CODECS)
+def test_codecs_of_parts_give_the_interpreters_means_and_residuals_and_never_wait(policy: str) -> None:
+    ranks = run_ranks(WORLD, fed_back, policy, deadline=300, backend="nccl")
+    for found in ranks:
+        assert found["wrong"] == []
+        assert found["runner"] == "stream"
+        assert same(found["parameters"], ranks[0]["parameters"])
 
 
 def gathered(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

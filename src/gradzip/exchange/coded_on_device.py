@@ -26,6 +26,7 @@ from ..engines import noise_layout
 from ..engines.cuda.scaled import ALIGN, PART, Launch, Work
 from ..engines.scaled_layout import places
 from ..routes import NAMED
+from . import compensated
 from .compensated import CompensatedMessage
 from .generic import GenericMessages, stage_of
 from .on_device import DeviceMessage, StreamCodec
@@ -68,9 +69,7 @@ class QuantizedRows(RowCoder):
         """Hashes the names of all parts, about 1 us each: the only thing that a step does for each of them."""
         if self._codec.draws:
             keys = np.array([draws_key(name, step, self._rank) for name in self._names], np.uint64)
-            halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).T.copy())
-            pinned = halves.pin_memory() if self._device.type == "cuda" else halves
-            self._keys = pinned.to(self._device, non_blocking=True)
+            self._keys = compensated.upload(keys.view(np.int32).reshape(-1, 2).T.copy(), self._device)
 
     def encode(self, x: torch.Tensor, rows: Rows, frames: torch.Tensor, step: int) -> None:
         codec = self._codec

@@ -17,6 +17,7 @@ from ..codecs.random import bits_of, key_of
 from ..codecs.selection import magnitudes
 from ..codecs.sparse import RandomBlock, RandomK, TopK, enlarged
 from ..routes import NAMED
+from . import compensated
 from .coding import RAW
 from .compensated import CompensatedMessage
 from .compiler import compile_route
@@ -105,8 +106,8 @@ class PickedMessage(_Sparse):
     def _picked(self, step: int) -> torch.Tensor:
         """Where the values that are sent lie. Names are hashed, about 1 us each; all else is done on the device."""
         keys = np.array([key_of(0, step, name) for name in self.program.names], np.uint64)
-        halves = torch.from_numpy(np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)]).astype(np.int64))
-        low, high = (halves.pin_memory() if self._x.is_cuda else halves).to(self._x.device, non_blocking=True)
+        halves = np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)]).astype(np.int64)
+        low, high = compensated.upload(halves, self._x.device)
         if isinstance(self._codec, RandomK):
             low, high = low.index_select(0, self._of), high.index_select(0, self._of)
             return self._first + self._begin + (bits_of(low, high, self._begin) * self._length >> 32)
