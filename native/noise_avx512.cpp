@@ -50,19 +50,30 @@ void round_by(const uint8_t* x, int n, const Rounding& how, int at, Work& work) 
         __m512i within[2];
         for (int j = 0; j < 2; j++)
             within[j] = _mm512_mullo_epi32(_mm512_xor_si512(_mm512_load_si512(kNumbers + 16 * j), _mm512_set1_epi32(int(folded & 31))), _mm512_set1_epi32(int(kMix)));
-        for (; i < whole; i += 32) {
-            const __m512i group = _mm512_set1_epi32(int((((how.first + uint32_t(i)) ^ folded) & ~31u) * kMix));
-            if (i % 128 == 0) work.ahead.fetch();
+        // The integers of 32 values in the lower half of a register.
+        auto integers = [&](int from) {
+            const __m512i group = _mm512_set1_epi32(int((((how.first + uint32_t(from)) ^ folded) & ~31u) * kMix));
             __m512i q[2];
             for (int j = 0; j < 2; j++) {
-                const __m512 by = kShaped ? look_up_shape(how.shape + i + 16 * j, scales) : scale;
-                q[j] = _mm512_add_epi32(fixed16(load_floats(x, i + 16 * j), by), draw16(_mm512_add_epi32(group, within[j]), add));
+                const __m512 by = kShaped ? look_up_shape(how.shape + from + 16 * j, scales) : scale;
+                q[j] = _mm512_add_epi32(fixed16(load_floats(x, from + 16 * j), by), draw16(_mm512_add_epi32(group, within[j]), add));
             }
-            const __m256i bytes = _mm512_castsi512_si256(_mm512_permutex2var_epi8(q[0], top, q[1]));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(work.q + at + i), bytes);
-            const __mmask32 giant = _mm256_cmpgt_epu8_mask(_mm256_add_epi8(bytes, _mm256_set1_epi8(kNarrowMost)),
-                                                           _mm256_set1_epi8(char(2 * kNarrowMost)));
-            if (__builtin_expect(giant != 0, 0)) round_plain(x, i, i + 32, how, at, work);
+            return _mm512_permutex2var_epi8(q[0], top, q[1]);
+        };
+        auto are_giants = [](__m512i q) {
+            return _mm512_cmpgt_epu8_mask(_mm512_add_epi8(q, _mm512_set1_epi8(kNarrowMost)), _mm512_set1_epi8(char(2 * kNarrowMost)));
+        };
+        for (; i + 64 <= whole; i += 64) {
+            if (!(i & 64)) work.ahead.fetch();
+            const __m512i q = _mm512_inserti64x4(integers(i), _mm512_castsi512_si256(integers(i + 32)), 1);
+            _mm512_storeu_si512(work.q + at + i, q);
+            if (__builtin_expect(are_giants(q) != 0, 0)) round_plain(x, i, i + 64, how, at, work);
+        }
+        if (i < whole) {
+            const __m512i q = integers(i);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(work.q + at + i), _mm512_castsi512_si256(q));
+            if (__builtin_expect(uint32_t(are_giants(q)) != 0, 0)) round_plain(x, i, i + 32, how, at, work);
+            i += 32;
         }
         if (i < end) round_plain(x, i, end, how, at, work);
         i = end;
