@@ -34,9 +34,7 @@ from gradzip.bench import net
 from gradzip.cli.samples import builtin
 from gradzip.option import Option
 
-CODECS = (
-    "gcomp:mode=lossless;gcomp;gcomp:keep=7;gcomp:ulps=256;noise;int8;topk:ratio=0.01;sign:block=1024;powersgd:rank=4"
-)
+CODECS = "gcomp:mode=lossless;gcomp;gcomp:keep=7;gcomp:ulps=256;noise;int8;topk:ratio=0.01;sign;powersgd:rank=4"
 WARM_UP = 3  # rounds before those that count
 
 Case = tuple[dict[str, object], Callable[[], object], Callable[[], None]]  # what it is, what comes before, the round
