@@ -25,8 +25,8 @@ from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import HostProgram
 from gradzip.exchange.topology import Topology
 
-HOST = ["identity", "cast", "gcomp:mode=lossless", "gcomp:keep=7", "noise", "int8", "int4:hadamard=true", "fp8"]
 STREAM = ["identity", "cast", "noise", "int8", "int4:hadamard=true", "fp8"]
+HOST = ["gcomp:mode=lossless", "gcomp:keep=7", *STREAM]
 RUNNERS = ["host", pytest.param("stream", marks=pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++"))]
 needs_emulator = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 
@@ -59,7 +59,7 @@ def expected_of_scatter(codec: str, name: str, inputs: list[torch.Tensor], step:
 def scattered(rank: int, runner: str) -> list[str]:
     """Reduce-scatters of several sizes and types that differ from the interpreter."""
     world, wrong = dist.get_world_size(), []
-    for codec in HOST if runner == "host" else STREAM:
+    for codec in [*(HOST if runner == "host" else STREAM), "qsgd:bits=4", "natural"]:
         calling = calls(codec, runner)
         for step, (count, dtype, mean) in enumerate(
             (
