@@ -41,9 +41,10 @@ OVERFLOW = 5  # the step in which a rank's gradients are infinite
 
 
 def by_host() -> None:
-    """The host runner, with the kernels that the stream runner has."""
+    """The pipeline of models on GPUs, with the kernels that the stream runner has."""
     emulated.install()
     pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
+    runners.by_collectives = lambda device, transport: True
 
 
 def train(task: Task, first: int, last: int, overflow: int = OVERFLOW) -> None:
