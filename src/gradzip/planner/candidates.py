@@ -101,6 +101,8 @@ class _ShortList:
         listed = [codec for codec in self._codecs if codec not in self._known or codec in best]  # a trial tells
         candidates = [self._of_codec(PLAIN_CODEC, problem.uniform(0))]
         candidates += [self._of_codec(codec, singles.get(codec)) for codec in listed]
+        if not self._codecs:
+            return candidates  # other routes for the same bytes are no reason to race
         mixture = search(problem)
         if problem.outside_s + mixture.time_s < (1 - WORTH) * min([problem.plain_s, *seconds.values()]):
             candidates.append(self._mixture(mixture.plan))
