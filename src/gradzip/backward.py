@@ -137,7 +137,7 @@ class Backward:
         self.check = attached.check and not self.alone
         self._idle = self.alone and not self.learns and not self.memory.residuals and not self._transforms()
         looked_at = self.alone or self.learns or self.check
-        self._by_torch = self.plain and agreed and attached.group is not None and not looked_at
+        self.by_torch = self.plain and agreed and attached.group is not None and not looked_at
         self._rows: list[Row] = []  # by which ranks agree on what this step sends
         self._grids_differ = self._shapes_differ = self._one_joined = False
         self._floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
@@ -153,10 +153,10 @@ class Backward:
 
     def take_whole(self, buffer: torch.Tensor, last: bool) -> Future | None:
         """Takes a bucket of which no single gradient has to be known; None: `take` it."""
-        if not self._idle and not self._by_torch:
+        if not self._idle and not self.by_torch:
             return None
         self.raw_bytes += buffer.nbytes
-        future = self._averaged(buffer) if self._by_torch else done_future(buffer)
+        future = self._averaged(buffer) if self.by_torch else done_future(buffer)
         if last:
             self._last_came = time.perf_counter()
             self._ended(None, None, Outcome())

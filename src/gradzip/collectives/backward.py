@@ -34,7 +34,7 @@ class PipelineBackward(Backward):
         self._early = not (self.learns or scheme.graded or scheme.plain)
         self._agreements: list[Job] = []  # of all ranks on what the host runner sends
         self._by_torch_job: Job | None = None  # of all ranks on what torch adds up
-        if self._by_torch:
+        if self.by_torch:
             self._by_torch_job = self._job(f"plain averaging at step {number} by torch ({scheme.words})")
         self._comparison: checks.Comparison | None = None
         self._shape_comparison: checks.Comparison | None = None

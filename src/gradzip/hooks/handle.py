@@ -121,6 +121,7 @@ class Handle:
         self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
         self._scheme = Scheme({})
+        self._by_torch = False  # the last step was averaged uncompressed, by DDP's own group
         self._agreed: Scheme | None = None  # plain for everything, and all ranks have said so
         self._steps = self._steps_here = 0  # backward passes in all, and in this process
         self._totals, self._bytes_raw, self._exposed = Outcome(), 0, 0.0
@@ -216,7 +217,7 @@ class Handle:
         the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route (what
         travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
         the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py), `runner` what
-        carried whole messages, `history` what a policy that learns has decided, `prediction` what the plan said of a
+        carried the last step, `history` what a policy that learns has decided, `prediction` what the plan said of a
         step beside the median of the last ones, `transport` what carries large messages.
         """
         self._drain()
@@ -278,11 +279,21 @@ class Handle:
             },
             "tensors": tensors,
             "noise": self._noise.stats(world),
-            "runner": runners.STREAM if self._scheme.streams else runners.HOST if self._scheme.whole else "",
+            "runner": self._runner(),
             "history": list(learns.history) if learns else [],
             "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
         }
+
+    def _runner(self) -> str:
+        """What carried the gradients of the last step; empty before the first one, and where collectives/ did."""
+        if not (self._steps_here and self._scheme.ways):
+            return ""
+        if self._scheme.streams:
+            return runners.STREAM
+        if self._by_torch:
+            return runners.TORCH
+        return runners.HOST if self._scheme.whole or self._backward_on_host is Backward else ""
 
     def detach(self) -> None:
         """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
@@ -619,6 +630,7 @@ class Handle:
             self._steps_here += 1
             self._compare(ended)
             self._agreed = self._scheme if ended.plain else None
+            self._by_torch = ended.by_torch
             if self._assumptions.samples:
                 parameters = {name: p for p, name in self._names.items()}
                 graded = [(name, mean) for name, mean in ended.results if ended.ways[name].floor is not None]

@@ -19,7 +19,7 @@ from ..exchange.transports import NCCL, asked_for
 from ..gradients import PLAIN, Way
 from ..routes import FACTORS
 
-STREAM, HOST = "stream", "host"
+STREAM, HOST, TORCH = "stream", "host", "torch"
 
 # Whether the host runner carries gradients of models on GPUs, in the place of collectives/. It has run on emulated
 # kernels alone. To turn it on takes an NVIDIA GPU: `pytest -m gpu tests/test_from_device_gpu.py` must pass, under
