@@ -130,9 +130,8 @@ class StreamRunner:
         self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
         self._checks = Checks(group, device)
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
-        self._reading = (
-            threading.Lock()
-        )  # stats() may be asked for on any thread, and slots are to be alike on all ranks
+        # stats() may be asked for on any thread, and slots are to be alike on all ranks.
+        self._reading = threading.Lock()
         self._late: _Late = []  # largest frames that slots do not know of yet
         self._step, self._shapes_version, self._wants_results = 0, object(), False
         self._uses_shapes = False
