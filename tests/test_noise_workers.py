@@ -79,7 +79,7 @@ def naive_mean(x: list[np.ndarray], d: np.ndarray, budget: float, seed: int, ste
     of_sum = np.float32(math.sqrt(((world + 1) / (2.0 * world)) * total))
     part = -(-n // (world * 128)) * 128
     hashed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % world
-    owners = np.full(n, hashed) if n < 128 * world else np.arange(n) // part
+    owners = np.full(n, hashed) if n < 128 * world else (hashed + np.arange(n) // part) % world
     result: np.ndarray | None = None
     for rank, own in enumerate(x):
         offset = rank * 2**32 // world
