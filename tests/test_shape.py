@@ -14,7 +14,7 @@ import emulated
 import pytest
 import torch
 from conftest import generator, special
-from identity import isas, native_on
+from engine_cases import isas, native_on
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
