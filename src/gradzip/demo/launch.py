@@ -139,7 +139,7 @@ def _stories(folder: Path, plan: Plan | None) -> list[Story]:
     """One step as the planner predicts it, and as it was measured with the policy of the run that is described."""
     policy = POLICIES[DESCRIBED]
     told = []
-    if plan is not None and policy is not None:
+    if (folder / PLANNED_FROM).exists() and policy is not None:
         profile = Profile.load(folder / PLANNED_FROM)
         told = [*stories(profile, plan), story_of(profile, policy)]
     if (folder / TRACE).exists():

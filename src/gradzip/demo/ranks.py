@@ -139,11 +139,13 @@ class Rank:
         profiler.export_chrome_trace(str(self.folder / TRACE))
 
     def _keep_plan(self, handle: Handle) -> None:
-        """What `auto` decided, and from which measurements."""
+        """What `auto` decided, if its race is over, and from which measurements."""
         pilot = handle.pilot
-        if self.rank == 0 and pilot is not None and pilot.plan is not None and pilot.profile is not None:
+        if self.rank != 0 or pilot is None or pilot.profile is None:
+            return
+        pilot.profile.save(self.folder / PLANNED_FROM)
+        if pilot.plan is not None:
             pilot.plan.save(self.folder / PLAN)
-            pilot.profile.save(self.folder / PLANNED_FROM)
 
     def _step(
         self,

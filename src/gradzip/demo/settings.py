@@ -38,7 +38,7 @@ DESCRIBED = "gcomp"  # the run whose gradients and timeline the report shows
 SIZE = ModelSize(width=192, blocks=6, batch=1)  # 2.8 M parameters, 11 MB of gradients
 
 RUNS, PROFILE, SNAPSHOT = "run.jsonl", "profile.json", "snapshot.pt"  # files that the ranks leave behind
-PLAN, PLANNED_FROM = "plan.json", "planned_from.json"  # of the run that plans, if it came that far
+PLAN, PLANNED_FROM = "plan.json", "planned_from.json"  # of the run that plans, as far as it came
 TRACE = "trace.json"  # of one step of the run that is described
 _SETTINGS = "settings.json"
 
