@@ -84,7 +84,7 @@ class DeviceMessage(Checked):
 
     def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} keeps no residuals")
 
     def resize(self, sizes: Mapping[str, int]) -> bool:
         """Goes over to slots of other sizes, on the current stream; False: it takes a new message."""
@@ -205,10 +205,6 @@ class NoisyMessage(DeviceMessage):
         kernels = self._kernels
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
-
-    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
-        raise NotImplementedError
 
     def resize(self, sizes: Mapping[str, int]) -> bool:
         done = self._kernels.resize(sizes[OWN], sizes[SUM])
