@@ -57,7 +57,7 @@ def check(world: int, runner: str, names: list[str]) -> None:
                 assert same(seen[name]["again"], first["whole"]), f"{name}: a resume changes something"
             assert seen[name]["stats"]["steps"] == STEPS
             if runner == "stream":  # alone, identity is plain averaging, which stays with torch
-                assert seen[name]["stats"]["runner"] == ("" if name == "identity" else "stream"), name
+                assert seen[name]["stats"]["runner"] == ("torch" if name == "identity" else "stream"), name
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
