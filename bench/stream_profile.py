@@ -25,7 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip.engines.cuda import launch, noise_row
-from gradzip.exchange import checks, on_device, on_stream, scaled_on_device
+from gradzip.exchange.on_stream import checks
+from gradzip.exchange.on_stream import message as on_device
+from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream import scaled as scaled_on_device
 from gradzip.hooks import buckets, handle
 from gradzip.sensitivity.shape import SecondMoments
 

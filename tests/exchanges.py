@@ -16,11 +16,11 @@ from ranks import TIMEOUT
 from gradzip.codecs import Context, parse
 from gradzip.collectives import Message, PipelineChannel, submit
 from gradzip.exchange import coding, rounds
-from gradzip.exchange.channel import Channel, open_channel
 from gradzip.exchange.codecs import codes_messages, route_of
-from gradzip.exchange.on_host import HostMessage, runner_of
+from gradzip.exchange.on_host.rounds import submit_rounds
+from gradzip.exchange.on_host.runner import HostMessage, runner_of
 from gradzip.exchange.outcome import Outcome
-from gradzip.exchange.rounds_on_host import submit_rounds
+from gradzip.exchange.peers.channel import Channel, open_channel
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 

@@ -13,8 +13,8 @@ import torch
 
 from gradzip import engines
 from gradzip.engines.cuda import launch, pieces
-from gradzip.exchange import streams
-from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.on_host import streams
+from gradzip.exchange.peers.buffers import Buffers
 
 _SPOILT = 0xA5
 _copy = pieces.copy

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradzip.collectives import channel, transports
-from gradzip.exchange.gloo import Broken, Gloo
+from gradzip.exchange.peers.gloo import Broken, Gloo
 
 longest = 0.0  # seconds that an exchange is late, at random
 

@@ -104,8 +104,9 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
 def happen(fault: str) -> None:
     """What a rank does to itself; signals come from outside."""
     from gradzip.emulate.network import INTERFACE
-    from gradzip.exchange import generic, noise, on_device
-    from gradzip.exchange.gloo import Gloo
+    from gradzip.exchange.on_host import generic, noise
+    from gradzip.exchange.on_stream import message as on_device
+    from gradzip.exchange.peers.gloo import Gloo
 
     if fault == "asleep":
         time.sleep(NAP)

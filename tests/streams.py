@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from gradzip.codecs import REGISTRY
 from gradzip.engines.cuda import launch, pack_select
-from gradzip.exchange import on_stream, slots
+from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream import slots
 from gradzip.hooks import runners
 
 

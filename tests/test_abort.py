@@ -8,13 +8,13 @@ import textwrap
 
 import pytest
 
-from gradzip.exchange import abort
+from gradzip.exchange.peers import abort
 
 _PROGRAM = """
 import logging, sys, threading, time
 import torch
 from gradzip.errors import PeerError
-from gradzip.exchange.abort import Abort
+from gradzip.exchange.peers.abort import Abort
 
 logging.basicConfig()
 aborted = []

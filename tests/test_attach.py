@@ -17,8 +17,8 @@ from training import POLICIES, same, start
 
 import gradzip
 from gradzip import Fixed, Rules
-from gradzip.backward import ALONE
 from gradzip.errors import Unsupported
+from gradzip.exchange.backward import ALONE
 
 FEEDBACK = ("randomk", "topk", "powersgd", "near-4096", "mixed")
 

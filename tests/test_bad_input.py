@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import Unsupported
-from gradzip.exchange.on_stream import StreamRunner
+from gradzip.exchange.on_stream.runner import StreamRunner
 
 LONG = timedelta(seconds=150)
 needs_emulator = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")

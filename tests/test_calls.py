@@ -17,12 +17,12 @@ from gradzip.codecs import parse
 from gradzip.errors import PeerError, Unsupported
 from gradzip.exchange import calls as exchange_calls
 from gradzip.exchange.calls import HostCalls, StreamCalls
-from gradzip.exchange.channel import Channel, open_channel
 from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_reduce_scatter
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_host import HostProgram
+from gradzip.exchange.on_host.runner import HostProgram
+from gradzip.exchange.peers.channel import Channel, open_channel
 from gradzip.exchange.topology import Topology
 
 STREAM = ["identity", "cast", "noise", "int8", "int4:hadamard=true", "fp8"]

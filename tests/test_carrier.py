@@ -25,9 +25,9 @@ from gradzip import Unsupported, parse
 from gradzip.collectives import PipelineChannel, channel, open_channel, transports
 from gradzip.collectives.carrier import Carrier
 from gradzip.errors import PeerError
-from gradzip.exchange import channel as connections
-from gradzip.exchange.buffers import Buffers
-from gradzip.exchange.gloo import Broken, Rows
+from gradzip.exchange.peers import channel as connections
+from gradzip.exchange.peers.buffers import Buffers
+from gradzip.exchange.peers.gloo import Broken, Rows
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, tree
 

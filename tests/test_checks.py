@@ -9,7 +9,7 @@ from ranks import run_ranks
 from training import same, start
 
 from gradzip import Fixed
-from gradzip.exchange.gcomp import GCompCoder
+from gradzip.exchange.on_host.gcomp import GCompCoder
 
 
 def checked(rank: int) -> dict[str, Any]:

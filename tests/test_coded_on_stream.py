@@ -27,14 +27,16 @@ import gradzip
 from gradzip import Fixed, Option, Rules
 from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
-from gradzip.exchange import compensated, on_stream, rounds
+from gradzip.exchange import rounds
 from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
+from gradzip.exchange.gradients import Way
 from gradzip.exchange.interpreter import Interpreter, run_rounds
-from gradzip.exchange.on_stream import StreamMessage, StreamRunner
+from gradzip.exchange.on_stream import compensated
+from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.gradients import Way
 from gradzip.hooks import runners
 from gradzip.routes import NAMED
 from gradzip.sensitivity.shape import SecondMoments

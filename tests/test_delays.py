@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import Rules
-from gradzip.exchange import channel
-from gradzip.exchange.on_host import FIRST_NUMBER
+from gradzip.exchange.on_host.runner import FIRST_NUMBER
+from gradzip.exchange.peers import channel
 from gradzip.routes import NAMED
 
 LAYERS, SHAPE = 4, (48, 32)  # of each model; a layer is more than a bucket

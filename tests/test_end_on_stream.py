@@ -17,7 +17,7 @@ def rank_main(how: str) -> None:
     import torch.distributed as dist
     from test_attach_noise import Task
 
-    from gradzip.exchange import on_stream
+    from gradzip.exchange.on_stream import runner as on_stream
 
     dist.init_process_group("gloo")
     streams.install()

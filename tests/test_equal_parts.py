@@ -8,11 +8,11 @@ from conftest import gradient, same_bits
 
 from gradzip.codecs import REGISTRY, Context, parse
 from gradzip.errors import CodecError
-from gradzip.exchange import generic
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
-from gradzip.exchange.generic import GenericMessages
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.on_host import generic
+from gradzip.exchange.on_host.generic import GenericMessages
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop
 from gradzip.exchange.topology import Topology

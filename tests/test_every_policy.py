@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import POLICIES, same, save, start
 
 import gradzip
-from gradzip import backward
+from gradzip.exchange import backward
 from gradzip.exchange.coding import Message
-from gradzip.exchange.on_host import HostRunner
+from gradzip.exchange.on_host.runner import HostRunner
 from gradzip.exchange.rounds import Rounds
 
 STEPS, SAVED = 6, 3

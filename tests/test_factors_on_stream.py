@@ -23,8 +23,8 @@ from gradzip import Accordion, Fixed, Rules
 from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.engines.cuda.restore import Change, restore
-from gradzip.exchange import on_stream
-from gradzip.gradients import Way
+from gradzip.exchange.gradients import Way
+from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.hooks import runners
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")

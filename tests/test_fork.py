@@ -53,8 +53,8 @@ def connections_main() -> None:
     import torch
     import torch.distributed as dist
 
-    from gradzip.exchange import channel
-    from gradzip.exchange.gloo import Gloo
+    from gradzip.exchange.peers import channel
+    from gradzip.exchange.peers.gloo import Gloo
 
     rank = int(os.environ["RANK"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)

@@ -23,13 +23,13 @@ from gradzip.codecs import books, parse
 from gradzip.collectives import PipelineChannel
 from gradzip.engines.layout import Floor
 from gradzip.errors import CodecError
-from gradzip.exchange import streams
 from gradzip.exchange.codecs import codec_for_device
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
-from gradzip.exchange.gcomp_on_device import GCompOnDevice
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_host import HostProgram, runner_of
+from gradzip.exchange.on_host import streams
+from gradzip.exchange.on_host.gcomp_from_device import GCompOnDevice
+from gradzip.exchange.on_host.runner import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import same
 
 import gradzip
-from gradzip.backward import Backward
-from gradzip.exchange import streams
+from gradzip.exchange.backward import Backward
+from gradzip.exchange.on_host import streams
 from gradzip.hooks import runners
 from gradzip.routes import NAMED
 

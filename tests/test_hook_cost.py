@@ -15,11 +15,14 @@ from ranks import run_ranks
 from torch import nn
 from training import Run, same, start
 
-from gradzip import Accordion, Fixed, Rules, backward, checks
+from gradzip import Accordion, Fixed, Rules
 from gradzip.engines.layout import Floor
 from gradzip.errors import PeerError
-from gradzip.exchange import rows, sockets
+from gradzip.exchange import backward
+from gradzip.exchange import comparisons as checks
 from gradzip.exchange.finiteness import all_finite
+from gradzip.exchange.on_host import rows
+from gradzip.exchange.peers import sockets
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.hooks.buckets import Buckets

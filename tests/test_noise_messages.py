@@ -19,7 +19,7 @@ from gradzip.engines import noise_layout, reference_noise
 from gradzip.engines.noise_layout import Measured, Part, Shapes, Statistics
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.noise import NoiseMessages
+from gradzip.exchange.on_host.noise import NoiseMessages
 from gradzip.exchange.parts import Table
 from gradzip.exchange.topology import Topology
 from gradzip.routes import NAMED

@@ -19,14 +19,15 @@ from ranks import TIMEOUT, run_ranks
 from gradzip.codecs import Context, parse
 from gradzip.engines.noise_layout import Shapes
 from gradzip.errors import PeerError
-from gradzip.exchange import on_host, rounds
-from gradzip.exchange.channel import Channel, open_channel
+from gradzip.exchange import rounds
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter, run_rounds
-from gradzip.exchange.on_host import HostProgram, runner_of
+from gradzip.exchange.on_host import runner as on_host
+from gradzip.exchange.on_host.rounds import submit_rounds
+from gradzip.exchange.on_host.runner import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
-from gradzip.exchange.rounds_on_host import submit_rounds
+from gradzip.exchange.peers.channel import Channel, open_channel
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, tree
 

@@ -25,11 +25,12 @@ import gradzip
 from gradzip import Fixed, GradzipWarning, PeerError, Rules, Unsupported
 from gradzip.codecs import parse
 from gradzip.engines.noise_layout import Shapes
-from gradzip.exchange import on_device, on_stream
 from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_stream import StreamMessage, StreamRunner
+from gradzip.exchange.on_stream import message as on_device
+from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.sensitivity.shape import SecondMoments
 

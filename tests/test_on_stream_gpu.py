@@ -20,11 +20,13 @@ from training import same
 import gradzip
 from gradzip.codecs import Context, parse
 from gradzip.engines.noise_layout import Shapes
-from gradzip.exchange import on_stream, rounds, slots
+from gradzip.exchange import rounds
 from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter, run_rounds
+from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream import slots
 from gradzip.exchange.program import Program
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory

@@ -21,8 +21,8 @@ from gradzip.collectives import Exchange
 from gradzip.collectives.pipeline import Agreement, Job, Pipeline
 from gradzip.collectives.terms import Steps
 from gradzip.errors import PlanError
-from gradzip.exchange.buffers import Buffers
-from gradzip.exchange.gloo import Pending, Rows
+from gradzip.exchange.peers.buffers import Buffers
+from gradzip.exchange.peers.gloo import Pending, Rows
 from gradzip.exchange.recording import Watch
 from gradzip.exchange.topology import Members
 from gradzip.hooks.progress import SETTLING, WINDOW, Progress

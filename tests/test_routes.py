@@ -19,7 +19,7 @@ from gradzip.collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks,
 from gradzip.collectives.message import Message, jobs_of
 from gradzip.collectives.terms import Exchange, How, Parts, Steps
 from gradzip.errors import Unsupported
-from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.peers.buffers import Buffers
 from gradzip.exchange.topology import Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route, Step, tree

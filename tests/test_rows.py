@@ -15,8 +15,8 @@ from training import start
 
 from gradzip import Rules
 from gradzip.errors import PeerError
-from gradzip.exchange.channel import Channel
-from gradzip.exchange.rows import Row, RowExchange, rows_of
+from gradzip.exchange.on_host.rows import Row, RowExchange, rows_of
+from gradzip.exchange.peers.channel import Channel
 
 WORLD = 3
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from gradzip.exchange import sockets
-from gradzip.exchange.gloo import Broken, Gloo, Pending
-from gradzip.exchange.senders import Senders
+from gradzip.exchange.peers import sockets
+from gradzip.exchange.peers.gloo import Broken, Gloo, Pending
+from gradzip.exchange.peers.senders import Senders
 
 
 def connected(rank: int, world: int, name: str = "senders") -> Gloo:

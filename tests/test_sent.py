@@ -20,7 +20,7 @@ from gradzip.collectives.layout import Piece
 from gradzip.collectives.sent import Sent
 from gradzip.collectives.terms import How
 from gradzip.errors import CodecError, Corrupt
-from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.peers.buffers import Buffers
 from gradzip.feedback import Memory
 from gradzip.wire import HEADER_BYTES
 

@@ -13,7 +13,18 @@ from conftest import generator
 from gradzip.engines import noise_layout as layout
 from gradzip.engines import reference_noise
 from gradzip.engines.noise_layout import Part
-from gradzip.exchange.slots import LATE, NOTCH_BITS, OWN, SUM, Largest, Slots, aligned, gaussian_bits, is_due, room
+from gradzip.exchange.on_stream.slots import (
+    LATE,
+    NOTCH_BITS,
+    OWN,
+    SUM,
+    Largest,
+    Slots,
+    aligned,
+    gaussian_bits,
+    is_due,
+    room,
+)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from test_attach_noise import Task
 
 from gradzip import Fixed
-from gradzip.exchange.standing import Standing
+from gradzip.exchange.peers.standing import Standing
 
 
 def test_a_rank_that_waits_alone_is_told_of() -> None:

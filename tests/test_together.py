@@ -23,7 +23,7 @@ from gradzip.collectives.together import Frames, Leaf, OnGpu, coding_together
 from gradzip.engines import native
 from gradzip.engines.layout import Floor, Job
 from gradzip.errors import Corrupt, PeerError
-from gradzip.exchange.buffers import Buffers
+from gradzip.exchange.peers.buffers import Buffers
 from gradzip.exchange.topology import Members
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route

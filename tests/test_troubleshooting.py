@@ -29,9 +29,9 @@ import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
 from gradzip.emulate import launch
-from gradzip.exchange import channel as connections
-from gradzip.exchange import heartbeat
-from gradzip.exchange.gcomp import GCompCoder
+from gradzip.exchange.on_host.gcomp import GCompCoder
+from gradzip.exchange.peers import channel as connections
+from gradzip.exchange.peers import heartbeat
 from gradzip.report.measured import measured
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"

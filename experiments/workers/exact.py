@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import torch
 
-from gradzip.backward import Attached, Backward
 from gradzip.collectives import AllReduce, Exchange, Job, Parts
 from gradzip.collectives.backward import PipelineBackward
-from gradzip.exchange.buffers import Buffers
-from gradzip.exchange.channel import Channel
+from gradzip.exchange.backward import Attached, Backward
+from gradzip.exchange.gradients import Scheme
 from gradzip.exchange.outcome import Outcome
+from gradzip.exchange.peers.buffers import Buffers
+from gradzip.exchange.peers.channel import Channel
+from gradzip.exchange.shared_book import SharedBook
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.gradients import Scheme
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy
-from gradzip.refresh import SharedBook
 
 Gradients = Mapping[str, torch.Tensor]
 PATIENCE = 300.0  # seconds that a rank waits for the others

@@ -23,18 +23,18 @@ import torch.distributed as dist
 
 from .. import engines, wire
 from ..capture import Snapshot
-from ..checks import bit_sum
 from ..codecs import Codec, Context, parse
 from ..codecs.baseline import Cast
 from ..codecs.gcomp import GComp
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError
 from ..exchange import coding, rounds
-from ..exchange.channel import Channel
 from ..exchange.codecs import codes_messages, route_of
-from ..exchange.on_host import HostMessage, runner_of
+from ..exchange.comparisons import bit_sum
+from ..exchange.on_host.rounds import submit_rounds
+from ..exchange.on_host.runner import HostMessage, runner_of
 from ..exchange.outcome import Outcome
-from ..exchange.rounds_on_host import submit_rounds
+from ..exchange.peers.channel import Channel
 from ..feedback import Memory
 from ..hooks import runners
 from ..option import Option

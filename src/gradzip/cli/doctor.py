@@ -18,7 +18,7 @@ from ..collectives import nccl
 from ..emulate import format_rate
 from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
-from ..exchange.transports import GLOO, NCCL, TRANSPORT
+from ..exchange.peers.transports import GLOO, NCCL, TRANSPORT
 from .table import Column, Commands, Row, add_json, command, show
 
 _ORDER = ("broken", "ok", "absent")

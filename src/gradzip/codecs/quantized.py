@@ -6,8 +6,9 @@ which an average does not reduce.
 
 Each is made of statistics, a few float32 numbers for each stretch of values, and of a code for each value. The
 arithmetic is written once, for any number of stretches that lie in any way (Stretches): a frame of a single tensor has
-a matrix of them, and messages on a GPU have rows of all parts at once (exchange/part_rows.py). Every operation gives
-the same bits on every device. So nothing is divided by a number of the host, which CUDA multiplies by its reciprocal.
+a matrix of them, and messages on a GPU have rows of all parts at once (exchange/on_stream/part_rows.py). Every
+operation gives the same bits on every device. So nothing is divided by a number of the host, which CUDA multiplies by
+its reciprocal.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..backward import Attached, Backward, Ticket
 from ..codecs import Context
 from ..codecs.baseline import Identity
 from ..exchange import plain
+from ..exchange.backward import Attached, Backward, Ticket
+from ..exchange.gradients import PLAIN, Bucket, Draft, Future, Named, Scheme, shares_book
 from ..exchange.outcome import Outcome
-from ..gradients import PLAIN, Bucket, Draft, Future, Named, Scheme, shares_book
 from . import checks
 from .channel import PipelineChannel
 from .message import Message, average_plainly, no_steps, single, submit

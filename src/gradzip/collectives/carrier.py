@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 
 from ..errors import PeerError
-from ..exchange.buffers import Buffers
-from ..exchange.gloo import Broken, Gloo, Pending, Rows
+from ..exchange.peers.buffers import Buffers
+from ..exchange.peers.gloo import Broken, Gloo, Pending, Rows
 
 LEAST = 4 << 20  # bytes of gradient in a chunk from which on it is carried: smaller ones are sooner there over Gloo
 READY = (1 << 20) - 1  # the tag of what ranks say to rank 0, among those of rows

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import PeerError
-from ..exchange import channel as connections
-from ..exchange.gloo import Broken
+from ..exchange.peers import channel as connections
+from ..exchange.peers.gloo import Broken
+from ..exchange.peers.transports import GLOO, NCCL, TRANSPORT
 from ..exchange.topology import Topology
-from ..exchange.transports import GLOO, NCCL, TRANSPORT
 from . import nccl, transports
 from .carrier import LEAST, Carrier, Communicator
 from .pipeline import ROW_VERSION, Agreement, Pipeline

@@ -7,8 +7,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
-from ..checks import LOSSLESS, UNSHAPED, about_grids, about_joined, bit_sum, check_results, differences, floor_sums
 from ..engines.layout import Floor
+from ..exchange.comparisons import (
+    LOSSLESS,
+    UNSHAPED,
+    about_grids,
+    about_joined,
+    bit_sum,
+    check_results,
+    differences,
+    floor_sums,
+)
 from ..exchange.outcome import Outcome
 from ..sensitivity.shape import SecondMoments
 from .channel import PipelineChannel

@@ -20,9 +20,9 @@ from ..codecs import Codec, Context, books
 from ..codecs.base import Sparse, wide
 from ..codecs.gcomp import GComp, is_reach
 from ..errors import CodecError, Corrupt, PeerError
-from ..exchange.buffers import Buffers
 from ..exchange.finiteness import all_finite
 from ..exchange.flattening import flatten, unflatten
+from ..exchange.peers.buffers import Buffers
 from ..feedback import Memory
 from .blobs import HEAD_ROOM, Blob, Writer, content_of, places, values_of
 from .layout import Layout, Piece

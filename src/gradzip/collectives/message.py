@@ -20,10 +20,10 @@ from ..codecs import Codec, Context
 from ..codecs.baseline import Cast, Identity
 from ..exchange.finiteness import all_finite
 from ..exchange.flattening import flatten, unflatten
+from ..exchange.gradients import Prepared
 from ..exchange.outcome import Outcome
 from ..exchange.rounds import decode_mean, encoded
 from ..feedback import Memory
-from ..gradients import Prepared
 from ..routes import FACTORS, NAMED, Route
 from .blobs import Blob
 from .channel import PipelineChannel

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import Unsupported
-from ..exchange.gloo import Broken
+from ..exchange.peers.gloo import Broken
 
 _LIBRARY = "libnccl.so.2"
 _ID_BYTES = 128

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from ..errors import PeerError
-from ..exchange.buffers import Buffers
-from ..exchange.gloo import Gloo, Pending
+from ..exchange.peers.buffers import Buffers
+from ..exchange.peers.gloo import Gloo, Pending
 from ..exchange.recording import Probe
 from ..exchange.topology import Members
 from ..spans import span

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import Unsupported
-from ..exchange.transports import GLOO, NCCL, TRANSPORT, asked_for
+from ..exchange.peers.transports import GLOO, NCCL, TRANSPORT, asked_for
 from . import nccl
 
 

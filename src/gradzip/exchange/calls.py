@@ -21,15 +21,15 @@ from ..codecs import Codec
 from ..errors import Unsupported
 from ..routes import NAMED
 from ..sensitivity.shape import SecondMoments
-from .channel import Channel
 from .codecs import message_codec, stream_codec
 from .coding import Message, Values
 from .compiler import compile_reduce_scatter, compile_route
 from .flattening import flatten, unflatten
-from .on_device import DeviceMessage
-from .on_host import HostProgram, runner_of
-from .on_stream import StreamMessage, StreamRunner, all_to_all
+from .on_host.runner import HostProgram, runner_of
+from .on_stream.message import DeviceMessage
+from .on_stream.runner import StreamMessage, StreamRunner, all_to_all
 from .outcome import Outcome
+from .peers.channel import Channel
 from .program import Program
 
 _ROUTE = NAMED["alltoall"]

@@ -13,15 +13,15 @@ from ..codecs.scaled import Scaled
 from ..codecs.sparse import RandomBlock, RandomK, TopK
 from ..errors import Unsupported, nearest
 from ..routes import CODING, FACTORS, NAMED, Route
-from .coded_on_device import CodedOnStream
 from .coding import MessageCodec, Raw
-from .gcomp import GCompMessages
-from .generic import GenericMessages
-from .noise import NoiseMessages
-from .on_device import NoiseOnStream, RawOnStream, StreamCodec
-from .scaled import ScaledMessages
-from .scaled_on_device import ScaledOnStream
-from .sparse_on_device import SparseOnStream
+from .on_host.gcomp import GCompMessages
+from .on_host.generic import GenericMessages
+from .on_host.noise import NoiseMessages
+from .on_host.scaled import ScaledMessages
+from .on_stream.coded import CodedOnStream
+from .on_stream.message import NoiseOnStream, RawOnStream, StreamCodec
+from .on_stream.scaled import ScaledOnStream
+from .on_stream.sparse import SparseOnStream
 
 _ALLREDUCE = "allreduce"
 _ROUTES = (*NAMED, FACTORS)

@@ -21,7 +21,7 @@ from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..errors import Corrupt
 from ..feedback import Memory
-from . import streams
+from .on_host import streams
 from .parts import Column, Table
 from .program import Hop
 

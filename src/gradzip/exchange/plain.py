@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
-from .channel import Channel
-from .gloo import Broken
 from .outcome import Outcome
+from .peers.channel import Channel
+from .peers.gloo import Broken
 
 _AT_EXIT = 6.0  # seconds that peers have to come to their end, and with it to that of what is under way to them
 _changed = threading.Condition()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from ..exchange.flattening import unflatten
-from ..gradients import Bucket, Named
+from ..exchange.gradients import Bucket, Named
 
 
 class _Seen(NamedTuple):

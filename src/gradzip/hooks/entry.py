@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
 from ..errors import Unsupported, nearest
-from ..exchange import channel, transports
+from ..exchange.peers import channel, transports
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy

@@ -22,24 +22,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import saved
 from ..accordion import Accordion
-from ..backward import Attached, Backward, is_alone
 from ..codecs import Codec
 from ..errors import GradzipWarning, PeerError, Unsupported
-from ..exchange import on_stream
-from ..exchange.abort import Abort
-from ..exchange.checks import Row
+from ..exchange.backward import Attached, Backward, is_alone
 from ..exchange.finiteness import all_finite
+from ..exchange.gradients import Future, Scheme, Way
+from ..exchange.on_stream import runner as on_stream
+from ..exchange.on_stream.checks import Row
 from ..exchange.outcome import Outcome
+from ..exchange.peers.abort import Abort
+from ..exchange.shared_book import SharedBook
+from ..exchange.streamed import StreamedBackward
 from ..exchange.topology import Topology
 from ..feedback import Memory, Value
-from ..gradients import Future, Scheme, Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import Adaptive, Policy, as_policy
-from ..refresh import SharedBook
 from ..sensitivity.shape import SecondMoments
 from ..sensitivity.survey import fetch
-from ..streamed import StreamedBackward
 from . import report, runners
 from .assumptions import Assumptions
 from .buckets import Buckets

@@ -1,4 +1,4 @@
-"""Which runner carries the gradients of a step: see exchange/on_stream.py and exchange/on_host.py."""
+"""Which runner carries the gradients of a step: see exchange/on_stream/runner.py and exchange/on_host/runner.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..backward import Backward
 from ..errors import Unsupported
-from ..exchange import factors_on_device, on_stream
-from ..exchange.channel import Channel, open_channel
+from ..exchange.backward import Backward
 from ..exchange.codecs import stream_codec
-from ..exchange.transports import NCCL, asked_for
-from ..gradients import PLAIN, Way
+from ..exchange.gradients import PLAIN, Way
+from ..exchange.on_stream import factors as factors_on_device
+from ..exchange.on_stream import runner as on_stream
+from ..exchange.peers.channel import Channel, open_channel
+from ..exchange.peers.transports import NCCL, asked_for
 from ..routes import FACTORS
 
 STREAM, HOST, TORCH = "stream", "host", "torch"

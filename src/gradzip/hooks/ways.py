@@ -20,9 +20,9 @@ from ..errors import Unsupported, nearest
 from ..exchange.codecs import codec_for_device, codes_messages, message_codec, route_of
 from ..exchange.coding import MessageCodec
 from ..exchange.flattening import flatten
+from ..exchange.gradients import Way
 from ..exchange.topology import Topology
 from ..feedback import clean_name
-from ..gradients import Way
 from ..option import Option
 from ..plan import Plan
 from ..policy import PLAIN, Fixed, Policy, Rules, small

@@ -31,9 +31,9 @@ from ...collectives.layout import PART
 from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
-from ...exchange.buffers import Buffers
 from ...exchange.codecs import fills_frames, route_of
 from ...exchange.flattening import flatten
+from ...exchange.peers.buffers import Buffers
 from ...exchange.topology import Topology
 from ...feedback import Memory, clean_name
 from ...routes import NAMED

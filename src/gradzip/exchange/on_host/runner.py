@@ -23,19 +23,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..errors import CodecError, PeerError
-from ..routes import NAMED, Route
-from ..spans import span
-from . import streams
-from .channel import Channel
-from .coding import RAW, Coder, Frames, Message, MessageCodec, Values
-from .compiler import compile_route, lowered
-from .finiteness import all_finite
-from .flattening import flatten
-from .gloo import Pending
-from .outcome import Outcome
-from .parts import Table
-from .program import (
+from ...errors import CodecError, PeerError
+from ...routes import NAMED, Route
+from ...spans import span
+from ..coding import RAW, Coder, Frames, Message, MessageCodec, Values
+from ..compiler import compile_route, lowered
+from ..finiteness import all_finite
+from ..flattening import flatten
+from ..outcome import Outcome
+from ..parts import Table
+from ..peers.channel import Channel
+from ..peers.gloo import Pending
+from ..program import (
     VALUES,
     AllGather,
     AllToAll,
@@ -52,7 +51,8 @@ from .program import (
     Recode,
     Step,
 )
-from .topology import Topology
+from ..topology import Topology
+from . import streams
 
 # A chunk costs the host of a device much, whatever its size, and coding it hardly anything: there whole buckets overlap
 # with each other, and only frames that are long by themselves are cut (docs/log.md, "Exchange on GPUs").

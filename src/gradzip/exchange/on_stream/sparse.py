@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..codecs.packing import pack_positions, position_bytes, unpack_positions
-from ..codecs.random import bits_of, key_of
-from ..codecs.selection import magnitudes
-from ..codecs.sparse import RandomBlock, RandomK, TopK, enlarged
-from ..routes import NAMED
+from ...codecs.packing import pack_positions, position_bytes, unpack_positions
+from ...codecs.random import bits_of, key_of
+from ...codecs.selection import magnitudes
+from ...codecs.sparse import RandomBlock, RandomK, TopK, enlarged
+from ...routes import NAMED
+from ..coding import RAW
+from ..compiler import compile_route
+from ..on_host.generic import GenericMessages
+from ..program import Program
+from ..topology import Topology
 from . import compensated
-from .coding import RAW
 from .compensated import CompensatedMessage
-from .compiler import compile_route
-from .generic import GenericMessages
-from .on_device import DeviceMessage, RawMessage, StreamCodec
-from .program import Program
-from .residuals_on_device import Piece
-from .topology import Topology
+from .message import DeviceMessage, RawMessage, StreamCodec
+from .residuals import Piece
 
 
 class _Sparse(CompensatedMessage):

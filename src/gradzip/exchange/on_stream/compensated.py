@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..codecs import Codec
-from .on_device import DeviceMessage
-from .program import Program
-from .residuals_on_device import Piece, Residuals
+from ...codecs import Codec
+from ..program import Program
+from .message import DeviceMessage
+from .residuals import Piece, Residuals
 
 
 def upload(column: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

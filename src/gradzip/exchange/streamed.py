@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from .exchange.channel import Channel
-from .exchange.factors_on_device import FactorMessage
-from .exchange.on_stream import StreamRunner
-from .exchange.outcome import Outcome
 from .gradients import Bucket, Future, Late, Named, Way
+from .on_stream.factors import FactorMessage
+from .on_stream.runner import StreamRunner
+from .outcome import Outcome
+from .peers.channel import Channel
 
 
 class StreamedBackward:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..spans import span
+from ...spans import span
+from ..coding import RAW, Message, Values
+from ..outcome import Outcome
+from ..peers.channel import Channel
+from ..rounds import Rounds, averaging
+from ..topology import Topology
 from . import streams
-from .channel import Channel
-from .coding import RAW, Message, Values
-from .on_host import FIRST_NUMBER, HostProgram, HostRunner, Run, Sent, SentMessage
-from .outcome import Outcome
-from .rounds import Rounds, averaging
-from .topology import Topology
+from .runner import FIRST_NUMBER, HostProgram, HostRunner, Run, Sent, SentMessage
 
 
 def submit_rounds(

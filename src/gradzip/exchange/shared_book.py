@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
-from . import saved
-from .codecs import books
-from .codecs.books import Book
-from .errors import Corrupt, PeerError, Unsupported
+from .. import saved
+from ..codecs import books
+from ..codecs.books import Book
+from ..errors import Corrupt, PeerError, Unsupported
 
 DELAY = 2  # steps from the count of exponents to the book made of it
 

@@ -4,8 +4,8 @@ Gradients of equal codec and route in a bucket form a message. Factors and small
 bucket and travel together, in the order of parameter names: a few collectives for the whole step, and the same result
 however DDP cuts its buckets. What a step changes in Memory counts only if its gradients proved finite on all ranks.
 
-Backward sends by the host runner, and ranks compare what they do in rows (exchange/rows.py). PipelineBackward in
-collectives/ inherits from it and sends gradients that lie on GPUs.
+Backward sends by the host runner, and ranks compare what they do in rows (exchange/on_host/rows.py).
+PipelineBackward in collectives/ inherits from it and sends gradients that lie on GPUs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import checks
-from .exchange import coding, plain, rounds
-from .exchange.channel import Channel
-from .exchange.finiteness import all_finite
-from .exchange.gloo import Broken
-from .exchange.on_host import runner_of
-from .exchange.outcome import Outcome
-from .exchange.rounds_on_host import submit_rounds
-from .exchange.rows import Row, rows_of
-from .feedback import Memory
+from ..feedback import Memory
+from ..sensitivity.shape import SecondMoments
+from ..spans import until
+from . import coding, plain, rounds
+from . import comparisons as checks
+from .finiteness import all_finite
 from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
-from .refresh import SharedBook
-from .sensitivity.shape import SecondMoments
-from .spans import until
+from .on_host.rounds import submit_rounds
+from .on_host.rows import Row, rows_of
+from .on_host.runner import runner_of
+from .outcome import Outcome
+from .peers.channel import Channel
+from .peers.gloo import Broken
+from .shared_book import SharedBook
 
 SPARSE = "sparse gradients by torch"  # what `stats` calls them
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..engines.cuda import noise as kernels
-from ..engines.cuda.noise_row import ALIKE, OF_FRAMES, OF_RANK, Places, RowCall
-from ..engines.cuda.restore import Change, restore
-from ..errors import PeerError
-from .on_device import Checked
-from .outcome import Outcome
-from .program import Program
+from ...engines.cuda import noise as kernels
+from ...engines.cuda.noise_row import ALIKE, OF_FRAMES, OF_RANK, Places, RowCall
+from ...engines.cuda.restore import Change, restore
+from ...errors import PeerError
+from ..outcome import Outcome
+from ..program import Program
+from .message import Checked
 from .slots import OWN, SUM, Largest
 
 _WRONG = (

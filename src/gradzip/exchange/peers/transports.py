@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import Unsupported, nearest
+from ...errors import Unsupported, nearest
 
 GLOO, NCCL = "gloo", "nccl"
 TRANSPORT = "GRADZIP_TRANSPORT"  # gloo or nccl: used instead of what the code says

@@ -16,24 +16,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..codecs import Codec
-from ..codecs.baseline import Cast
-from ..codecs.packing import pack, pack_trits, trits_of, unpack
-from ..codecs.quantized import QuantizedCodec, draws_key
-from ..codecs.scaled import Scaled
-from ..codecs.sums import LANES
-from ..engines import noise_layout
-from ..engines.cuda.scaled import ALIGN, PART, Launch, Work
-from ..engines.scaled_layout import places
-from ..routes import NAMED
+from ...codecs import Codec
+from ...codecs.baseline import Cast
+from ...codecs.packing import pack, pack_trits, trits_of, unpack
+from ...codecs.quantized import QuantizedCodec, draws_key
+from ...codecs.scaled import Scaled
+from ...codecs.sums import LANES
+from ...engines import noise_layout
+from ...engines.cuda.scaled import ALIGN, PART, Launch, Work
+from ...engines.scaled_layout import places
+from ...routes import NAMED
+from ..on_host.generic import GenericMessages, stage_of
+from ..parts import Part
+from ..program import REDUCE_SCATTER, Program, Recode
 from . import compensated
 from .compensated import CompensatedMessage
-from .generic import GenericMessages, stage_of
-from .on_device import DeviceMessage, StreamCodec
+from .message import DeviceMessage, StreamCodec
 from .part_rows import Layout, Rows
-from .parts import Part
-from .program import REDUCE_SCATTER, Program, Recode
-from .residuals_on_device import Piece
+from .residuals import Piece
 
 
 class RowCoder(ABC):

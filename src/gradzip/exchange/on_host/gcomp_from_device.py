@@ -4,8 +4,8 @@ Bodies are made on the device and copied from there straight into the host's pin
 between them. Frames that came are brought to the device as they are, their headers are read by the host, and sums are
 formed without waiting. A rank's own values are not coded: a kernel rounds them to what decoding would give.
 
-The same bytes and sums as those of exchange/gcomp.py. What the batched kernels cannot take (16-bit gradients, paper
-mode) goes part by part, as there.
+The same bytes and sums as those of exchange/on_host/gcomp.py. What the batched kernels cannot take (16-bit gradients,
+paper mode) goes part by part, as there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import wire
-from ..codecs import books
-from ..codecs.gcomp import checked_floor, is_reach
-from ..engines.cuda import pieces
-from ..engines.layout import FIXED, NEAR, SEGMENT, blocks_offset, body_bound, segments_of
-from ..engines.native import Pieces
-from ..errors import Corrupt, Truncated
+from ... import wire
+from ...codecs import books
+from ...codecs.gcomp import checked_floor, is_reach
+from ...engines.cuda import pieces
+from ...engines.layout import FIXED, NEAR, SEGMENT, blocks_offset, body_bound, segments_of
+from ...engines.native import Pieces
+from ...errors import Corrupt, Truncated
+from ..coding import Coder, Frames, Values
+from ..parts import Column, Table
+from ..program import Hop
 from . import streams
-from .coding import Coder, Frames, Values
 from .equal_parts import ENTRY
 from .gcomp import GCompCoder
-from .parts import Column, Table
-from .program import Hop
 
 _SEEN = wire.HEADER_BYTES + ENTRY  # of each frame, by the host: its header, and the head of its body
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .. import wire
-from .parts import Column, Part
+from ... import wire
+from ..parts import Column, Part
 
 LONGEST = 1 << 16  # values: calls for longer parts cost little beside their values
 ENTRY = 8  # bytes: frames are padded to it

@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from .. import saved
-from ..engines.cuda.restore import Change
-from ..errors import Unsupported
-from ..feedback import Memory
-from ..sensitivity.shape import SecondMoments
+from ... import saved
+from ...engines.cuda.restore import Change
+from ...errors import Unsupported
+from ...feedback import Memory
+from ...sensitivity.shape import SecondMoments
+from ..compiler import compile_route
+from ..program import Program
+from ..topology import Topology
 from .checks import Checks, Row
-from .compiler import compile_route
-from .factors_on_device import FactorMessage
-from .on_device import Checked, DeviceMessage, StreamCodec
-from .program import Program
+from .factors import FactorMessage
+from .message import Checked, DeviceMessage, StreamCodec
 from .slots import LATE, OWN, SUM, Largest, Slots
-from .topology import Topology
 
 OLDEST_TORCH = (2, 8)
 _STATE = "exchange/slots"  # key of the state

@@ -17,20 +17,20 @@ from typing import TypeGuard
 
 import torch
 
-from .codecs import Codec, Context
-from .codecs.gcomp import GComp
-from .codecs.lowrank import Fused, PowerSGD
-from .engines.layout import Floor
-from .engines.noise_layout import Shapes
-from .exchange.codecs import stream_codec
-from .exchange.coding import MessageCodec
-from .exchange.factors_on_device import FactorMessage
-from .exchange.flattening import flatten
-from .exchange.on_host import HostMessage
-from .exchange.on_stream import StreamMessage
-from .exchange.topology import Topology
-from .routes import FACTORS
-from .sensitivity.shape import SecondMoments
+from ..codecs import Codec, Context
+from ..codecs.gcomp import GComp
+from ..codecs.lowrank import Fused, PowerSGD
+from ..engines.layout import Floor
+from ..engines.noise_layout import Shapes
+from ..routes import FACTORS
+from ..sensitivity.shape import SecondMoments
+from .codecs import stream_codec
+from .coding import MessageCodec
+from .flattening import flatten
+from .on_host.runner import HostMessage
+from .on_stream.factors import FactorMessage
+from .on_stream.runner import StreamMessage
+from .topology import Topology
 
 PLAIN = "identity/allreduce"
 Named = list[tuple[str, torch.Tensor]]

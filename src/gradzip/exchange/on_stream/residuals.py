@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codecs.base import Kept, wide
-from ..engines.cuda.restore import Change
-from ..feedback import Memory
-from .flattening import flatten, unflatten
+from ...codecs.base import Kept, wide
+from ...engines.cuda.restore import Change
+from ...feedback import Memory
+from ..flattening import flatten, unflatten
 
 
 class Piece(NamedTuple):

@@ -15,8 +15,8 @@ from queue import SimpleQueue
 
 import torch
 
-from ..errors import PeerError
-from .channel import ROW_VERSION, Channel
+from ...errors import PeerError
+from ..peers.channel import ROW_VERSION, Channel
 
 _TAGS = 1 << 18  # after so many rows their tags are used again
 

@@ -12,15 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import CodecError
-from . import on_host, streams
-from .channel import Channel
-from .coding import Message, Values
-from .finiteness import finiteness
-from .flattening import unflatten
-from .gloo import Pending
-from .outcome import Outcome
-from .program import Communicate, Decode, Recode, Step
+from ...errors import CodecError
+from ..coding import Message, Values
+from ..finiteness import finiteness
+from ..flattening import unflatten
+from ..outcome import Outcome
+from ..peers.channel import Channel
+from ..peers.gloo import Pending
+from ..program import Communicate, Decode, Recode, Step
+from . import runner as on_host
+from . import streams
 
 
 class DeviceRun(on_host.Run):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..engines.cuda.scaled import Layout
-from ..engines.cuda.scaled import ScaledMessage as Kernels
-from .on_device import DeviceMessage, StreamCodec
-from .program import REDUCE_SCATTER, Program
-from .scaled import ScaledMessages
+from ...engines.cuda.scaled import Layout
+from ...engines.cuda.scaled import ScaledMessage as Kernels
+from ..on_host.scaled import ScaledMessages
+from ..program import REDUCE_SCATTER, Program
+from .message import DeviceMessage, StreamCodec
 
 
 class ScaledMessage(DeviceMessage):

@@ -1,8 +1,8 @@
 """GComp for whole messages: all parts of a frame in one call of the native engine, during which other threads run.
 
-The same bytes and sums that exchange/generic.py makes part by part, which codes what the engine cannot take: 16-bit
-gradients, paper mode, and engines without such calls. A rank's own values are not decoded from a frame: the engine
-rounds them to what decoding would give.
+The same bytes and sums that exchange/on_host/generic.py makes part by part, which codes what the engine cannot take:
+16-bit gradients, paper mode, and engines without such calls. A rank's own values are not decoded from a frame: the
+engine rounds them to what decoding would give.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import engines, wire
-from ..codecs import Codec, books
-from ..codecs.gcomp import GComp, checked_floor, is_reach
-from ..engines.layout import Floor, Job
-from ..errors import Corrupt
+from ... import engines, wire
+from ...codecs import Codec, books
+from ...codecs.gcomp import GComp, checked_floor, is_reach
+from ...engines.layout import Floor, Job
+from ...errors import Corrupt
+from ..coding import Coder, Frames, Message, Stretch, Values
+from ..flattening import unflatten
+from ..parts import Column, Part, Table
+from ..program import Hop
 from . import streams
-from .coding import Coder, Frames, Message, Stretch, Values
-from .flattening import unflatten
 from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
-from .parts import Column, Part, Table
-from .program import Hop
 
 _POINTED = {"given": 1, "theta": 4, "second": 4}  # bytes of a value that floors point to
 
@@ -38,7 +38,7 @@ class GCompMessages(GenericMessages):
 
     def coder(self, message: Message) -> Coder:
         if streams.current().on_device:
-            from .gcomp_on_device import GCompOnDevice
+            from .gcomp_from_device import GCompOnDevice
 
             return GCompOnDevice(message, self._gcomp)
         return GCompCoder(message, self._gcomp)

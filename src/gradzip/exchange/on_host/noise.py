@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import engines, wire
-from ..codecs.noise import Noise
-from ..engines import noise_layout
-from ..engines.noise_layout import HEAD_BYTES, PackedParts, Slot
-from .coding import Coder, Frames, Message, MessageCodec, Noisy, Values, in_float32
-from .parts import Table
-from .program import Hop
+from ... import engines, wire
+from ...codecs.noise import Noise
+from ...engines import noise_layout
+from ...engines.noise_layout import HEAD_BYTES, PackedParts, Slot
+from ..coding import Coder, Frames, Message, MessageCodec, Noisy, Values, in_float32
+from ..parts import Table
+from ..program import Hop
 
 
 class NoiseMessages(MessageCodec):

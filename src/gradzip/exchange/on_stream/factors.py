@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codecs import Codec, Context
-from ..codecs.lowrank import Enqueued, Fused, PowerSGD
-from ..engines.cuda import factors
-from ..engines.cuda.restore import Change
-from ..feedback import Memory
-from ..routes import NAMED
-from .on_device import Checked
-from .program import VALUES, AllReduce, Buffer, Program
-from .topology import Topology
+from ...codecs import Codec, Context
+from ...codecs.lowrank import Enqueued, Fused, PowerSGD
+from ...engines.cuda import factors
+from ...engines.cuda.restore import Change
+from ...feedback import Memory
+from ...routes import NAMED
+from ..program import VALUES, AllReduce, Buffer, Program
+from ..topology import Topology
+from .message import Checked
 
 Average = Callable[[torch.Tensor], None]
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from .. import wire
-from ..errors import PeerError, Unsupported
+from ... import wire
+from ...errors import PeerError, Unsupported
+from ..recording import Probe, Watch
+from ..topology import Topology
 from .buffers import Buffers
 from .gloo import SENDERS, Broken, Gloo
 from .heartbeat import Health
-from .recording import Probe, Watch
 from .standing import Standing
-from .topology import Topology
 from .transports import GLOO
 
 HEARTBEAT = timedelta(seconds=30)

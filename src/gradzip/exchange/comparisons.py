@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .engines.layout import Floor
-from .errors import PeerError
+from ..engines.layout import Floor
+from ..errors import PeerError
 
 _SAMPLED = 1024  # values of each tensor that are looked at in a step, others in the next
 LOSSLESS = "gradients are sent lossless"  # what is done instead where grids differ, and where shapes do

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import wire
-from ..codecs import Codec, Context
-from ..codecs.base import wide
-from ..codecs.sparse import scatter
-from ..errors import Corrupt
+from ... import wire
+from ...codecs import Codec, Context
+from ...codecs.base import wide
+from ...codecs.sparse import scatter
+from ...errors import Corrupt
+from ..coding import Coder, Frames, Message, MessageCodec, Values
+from ..flattening import flatten, unflatten
+from ..parts import Column, Part, Table
+from ..program import Hop
 from . import streams
-from .coding import Coder, Frames, Message, MessageCodec, Values
 from .equal_parts import ENTRY, LONGEST, Rows, Run, frames_of_group
-from .flattening import flatten, unflatten
-from .parts import Column, Part, Table
-from .program import Hop
 
 
 class GenericMessages(MessageCodec):

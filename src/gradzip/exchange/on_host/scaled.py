@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import engines
-from ..codecs.scaled import Scaled
-from ..engines import noise_layout, scaled_layout
-from ..engines.scaled_layout import Form, Parts
-from .coding import Coder, Frames, Message, MessageCodec, Values, in_float32
-from .parts import Table
-from .program import Hop
+from ... import engines
+from ...codecs.scaled import Scaled
+from ...engines import noise_layout, scaled_layout
+from ...engines.scaled_layout import Form, Parts
+from ..coding import Coder, Frames, Message, MessageCodec, Values, in_float32
+from ..parts import Table
+from ..program import Hop
 
 
 class ScaledMessages(MessageCodec):

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from .. import wire
-from ..engines import noise_layout
-from ..engines.cuda.noise_message import Layout, NoiseMessage
-from ..routes import NAMED
-from .coding import Raw
-from .noise import NoiseMessages
-from .program import Program
-from .residuals_on_device import Residuals
+from ... import wire
+from ...engines import noise_layout
+from ...engines.cuda.noise_message import Layout, NoiseMessage
+from ...routes import NAMED
+from ..coding import Raw
+from ..on_host.noise import NoiseMessages
+from ..program import Program
+from .residuals import Residuals
 from .slots import OWN, SUM, Slots
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
-from ..errors import PeerError
+from ...errors import PeerError
 from . import sockets
 from .standing import Standing
 

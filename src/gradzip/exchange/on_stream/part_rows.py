@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..codecs.random import draw
-from ..codecs.sums import LANES, folded, group_of
-from .parts import Column, Part, Table
+from ...codecs.random import draw
+from ...codecs.sums import LANES, folded, group_of
+from ..parts import Column, Part, Table
 
 _MULTIPLE = 5  # rows of a frame: five ternary digits make a byte
 

@@ -1,0 +1,1 @@
+"""The other ranks: connections to them, their heartbeat, and what happens when one fails."""
