@@ -6,14 +6,11 @@
 Every row trains the same model under BF16 autocast: medians over the steps, each as long as on the slowest rank.
 host_ms is the time that all hooks of a step take on the host, cpu_ms the processor time of all threads of a step beyond
 that of one without exchange. `bound` is the step over what it takes without exchange plus the bytes sent at the goodput
-of torch's all-reduce of float32 values in the same run. Codecs whose frames have no known size go by collectives/, or
-with --host-runner by the host runner, which hooks/runners.py keeps off until it is measured: see the column `runner`.
+of torch's all-reduce of float32 values in the same run. The column `runner` says what carried the gradients: streams
+where frames have a known size, else the host runner.
 
-"stream powersgd:rank=4" puts a codec on streams, with its residuals, that is not carried there yet (hooks/runners.py,
-RUN_ON_GPUS):
-
-    ... bench/exchange_gpu.py --model resnet50 --row-major --policies "powersgd:rank=4;stream powersgd:rank=4"
-    ... bench/exchange_gpu.py --model resnet50 --policies "sign;stream sign;topk:ratio=0.01;stream topk:ratio=0.01"
+    ... bench/exchange_gpu.py --model resnet50 --policies "gcomp:keep=7;sign;topk:ratio=0.01"
+    ... bench/exchange_gpu.py --model resnet50 --row-major --policies powersgd:rank=4
 """
 
 from __future__ import annotations
@@ -40,11 +37,8 @@ import gradzip
 sys.path.insert(0, str(Path(__file__).parent))
 from steps import Gpt2
 
-from gradzip.hooks import runners
-
 NO_SYNC, BF16 = "no_sync", "torch bf16"
 DEFAULT_MB = 25.0  # DDP's own
-STREAMED = "stream "  # in front of a policy
 COLUMNS = (
     *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
     *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
@@ -94,10 +88,6 @@ def measure(
     name: str, what: str, device: torch.device, warm: int, steps: int, layout: torch.memory_format, bucket_mb: float
 ) -> dict[str, Any]:
     inner, loss_of = made(name, device, layout)
-    carried = set(runners.RUN_ON_GPUS)
-    policy = what.removeprefix(STREAMED)
-    if policy != what:
-        runners.RUN_ON_GPUS.update((policy.partition(":")[0], runners.FEEDS_BACK))
     model = DistributedDataParallel(inner, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -117,7 +107,7 @@ def measure(
         model.register_comm_hook(None, timed)
     elif what != NO_SYNC:
         # torch's hook casts small tensors, too; by default gradzip leaves them as they are.
-        handle = gradzip.attach(model, optimizer, gradzip.Fixed(what) if what == "cast" else policy)
+        handle = gradzip.attach(model, optimizer, gradzip.Fixed(what) if what == "cast" else what)
         reduce = handle.reduce
 
         def reduced(bucket: Any) -> Any:
@@ -162,7 +152,6 @@ def measure(
     differing = sum(bool((other != everybodys[0]).any()) for other in everybodys)
     if handle is not None:
         handle.detach()
-    runners.RUN_ON_GPUS.intersection_update(carried)
     row = {
         "model": name, "what": what, "runner": stats.get("runner") or "", "ranks": world,
         "ms": round(statistics.median(times), 2), "least_ms": round(min(times), 2),
@@ -184,7 +173,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--row-major", action="store_true", help="not channels_last, which PowerSGD has no kernels for")
     parser.add_argument("--bucket-mb", type=float, default=DEFAULT_MB, help="DDP's bucket_cap_mb, of all rows")
-    parser.add_argument("--host-runner", choices=("off", "on", "both"), default="off", help="for models on GPUs")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     known = options.csv.open().readline() if options.csv and options.csv.exists() else "bucket_mb"
@@ -194,11 +182,9 @@ def main() -> None:
     dist.init_process_group("nccl")
     device, rate = torch.device("cuda", 0), goodput()
     alone = hook = quiet = 0.0
-    ways = {"off": (False,), "on": (True,), "both": (False, True)}[options.host_runner]
-    policies = [(what, on) for what in filter(None, options.policies.split(";")) for on in ways]
+    policies = filter(None, options.policies.split(";"))
     layout = torch.contiguous_format if options.row_major else torch.channels_last
-    for what, on in ((NO_SYNC, False), (BF16, False), *policies):
-        runners.ON_HOST_RUNNER_FROM_GPU = on
+    for what in (NO_SYNC, BF16, *policies):
         row = measure(options.model, what, device, options.warm, options.steps, layout, options.bucket_mb)
         row["bucket_mb"] = options.bucket_mb
         gc.collect()

@@ -10,8 +10,6 @@
     torchrun --nproc-per-node 1 bench/steps.py --model gpt2 --steps 9 --network 'one rank' --csv steps_gpu.csv
     $G python bench/steps.py --model gpt2 --warm 5 --network '4 x 10 Gbit/s' --csv steps_gpu.csv
     $G python bench/exchange_gpu.py --model resnet18 --csv exchange_gpu.csv      # and resnet50, gpt2; --no-measure
-    $G python bench/transports.py --csv transports.csv
-    $G python bench/chunking.py --input gradient.pt --csv chunking.csv
     torchrun --nproc-per-node 1 bench/hook_cost.py --model gpt2 --csv hook_cost.csv
     python bench/make_tables.py
 
@@ -20,9 +18,8 @@ behind it, one at 100 Mbit/s, both with `--silence 40`; there torch's PowerSGD a
 `onebit`, `qsgd`, `terngrad` and `natural`, are from runs of their own, in which plain took 1312 and 10676 ms. For
 gpu_codec.csv, gradient.pt are the values 4,194,304 to 5,242,879 of `gradzip.capture`'s model at step 300, with
 parameters and moments; for net_gpu.csv the first 4,194,304 at step 120, whose parameters and second moments have 16
-bits. hook_cost.csv's rows `--alone` with batches of 4 are of another day than the others. chunking.csv has the rows
-that an earlier form of that script printed, which told the order of exchanges over NCCL with one message less. On the
-GPU, --codecs, --policies, --rounds (30 for 26 MB) and --transport named what the tables show.
+bits. hook_cost.csv's rows `--alone` with batches of 4 are of another day than the others. On the GPU, --codecs,
+--policies and --rounds (30 for 26 MB) named what the tables show.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ NET_HEAD = """
 ## Exchanges
 One average of a gradient between four ranks; all of them on two cores, or all on one H200. `native` is torch's
 all-reduce by Gloo, on the GPU by NCCL. *Ideal* is what native FP32 would take if time went with bytes: its time divided
-by the ratio. *Sent* is what leaves a host.
+by the ratio. *Sent* is what leaves a host. Codecs on the H200 were measured before the host runner carried them there.
 
 | network | MB | codec | route | ms | sent, MB | ratio | speed-up | time / ideal |
 |---|---|---|---|---|---|---|---|---|
@@ -78,39 +75,20 @@ STEPS_HEAD = """
 Median of a few steps with AdamW on random batches, of the slowest rank: a perceptron of 20 M parameters on two cores,
 and GPT-2 of 124 M in BF16 autocast on one H200, by one rank (where gradzip codes nothing) and by four that share it.
 What gradzip's rows of one rank differ by is noise. Gradients of random words compress better than those of text
-(results.md). *torch* are torch's own hooks; their ratio is not counted. All replicas ended with the same bits.
+(results.md). *torch* are torch's own hooks; their ratio is not counted. All replicas ended with the same bits. Rows of
+four ranks on the H200 are older than the runners that carry them now.
 
 | network | device | hook | ms | speed-up | ratio |
 |---|---|---|---|---|---|
 """
 
 
-TRANSPORTS_HEAD = """
-## Transports
-Four ranks that share an H200, 10 Gbit/s each: every rank sends so many megabytes to each other one, from GPU to GPU.
-Gloo's rows have the copies to and from the host's memory in them, one behind the other; in an exchange of several
-chunks these overlap with the wire. The last two rows are sums of that size.
-
-| way | MB | ms | Gbit/s |
-|---|---|---|---|
-"""
-
-CHUNKING_HEAD = """
-## Chunks and what carries them
-The same four ranks, 26 MB: the tensor cut in these proportions, carried over Gloo from the host's memory or over NCCL
-from GPU to GPU. *Ideal* as above, by the native all-reduce of the same rounds. The host was slower in this run than in
-the one above, whose cut is 3,2.
-
-| cut | codec | native FP32, ms | over Gloo, ms | over NCCL, ms | Gloo / ideal | NCCL / ideal |
-|---|---|---|---|---|---|---|
-"""
-
 STREAM_HEAD = """
 ## Training steps on CUDA streams
 Four ranks that share an H200, 10 Gbit/s each, BF16 autocast; each rank trains on one batch of random data. *Over BF16*
 is the speed against torch's BF16 hook in the same run; *host* is what all hooks of a step take on the host. *Share* is
 that of the noise, whose budget is 1 %: it is larger where ranks' gradients cancel each other. *Coarser* counts frames
-that did not fit their slots. `gcomp:keep=7` goes over Gloo. All replicas ended with the same bits.
+that did not fit their slots. All replicas ended with the same bits.
 
 | model | hook | ms | over BF16 | host, ms | MB sent | bits | share | coarser |
 |---|---|---|---|---|---|---|---|---|
@@ -126,7 +104,8 @@ took turns; *hook* is what gradzip's hook takes of backward, on the host.
 """
 
 ALONE_HEAD = """
-The same where the rank codes as it would among others (`--alone`), so that only the wire is missing:
+The same where the rank codes as it would among others (`--alone`), so that only the wire is missing; older than the
+runners that carry GPU models now:
 
 | policy | texts x words | forward | backward | optimizer | added to the step | hook |
 |---|---|---|---|---|---|---|
@@ -142,9 +121,8 @@ def net_table() -> str:
     lines = []
     for r in read("net.csv") + read("net_gpu.csv"):
         where = r["network"] + (", H200" if r["device"] == "cuda" else "")
-        route = r["route"] + (" over NCCL" if r.get("transport") == "nccl" else "")
         lines.append(
-            f"| {where} | {float(r['megabytes']):.0f} | `{r['codec']}` | {route} | {float(r['milliseconds']):.0f} "
+            f"| {where} | {float(r['megabytes']):.0f} | `{r['codec']}` | {r['route']} | {float(r['milliseconds']):.0f} "
             f"| {float(r['host_megabytes']):.1f} | {float(r['ratio']):.2f} | {float(r['speedup']):.2f} "
             f"| {float(r['of_ideal']):.2f} |"
         )
@@ -197,23 +175,6 @@ def gpu_table() -> str:
     return GPU_HEAD + "\n".join(lines) + "\n"
 
 
-def transports_table() -> str:
-    lines = [f"| {r['way']} | {r['megabytes']} | {r['ms']} | {r['gbit_per_s']} |" for r in read("transports.csv")]
-    return TRANSPORTS_HEAD + "\n".join(lines) + "\n"
-
-
-def chunking_table() -> str:
-    rows, lines = read("chunking.csv"), []
-    found = {(r["cut"], r["codec"], r["transport"]): r for r in rows}
-    for cut, codec in dict.fromkeys((r["cut"], r["codec"]) for r in rows if r["transport"]):
-        native, *both = (found[cut, "native fp32", ""], found[cut, codec, "gloo"], found[cut, codec, "nccl"])
-        times = " | ".join(f"{float(r['milliseconds']):.1f}" for r in (native, *both))
-        lines.append(
-            f"| {cut} | `{codec}` | {times} | " + " | ".join(f"{float(r['of_ideal']):.2f}" for r in both) + " |"
-        )
-    return CHUNKING_HEAD + "\n".join(lines) + "\n"
-
-
 def cost_table() -> str:
     fields = ("forward_ms", "backward_ms", "optimizer_ms", "added_ms", "hook_ms")
     lines: dict[str, list[str]] = {"0": [], "1": []}  # by whether it codes
@@ -234,8 +195,7 @@ def page() -> str:
     ]
     speeds = [float(r["memcpy_gbps"]) for r in rows]
     note = f"\nThe copy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s ({rows[0]['processor']})."
-    tables = [gpu_table(), net_table(), transports_table(), chunking_table(), steps_table()]
-    tables += [stream_table(), cost_table()]
+    tables = [gpu_table(), net_table(), steps_table(), stream_table(), cost_table()]
     return HEAD + "\n".join(lines) + "\n" + note + "\n" + "".join(tables)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import gradient
 
 import gradzip
 from gradzip import capture, cli, engines
-from gradzip.cli import table
+from gradzip.cli import doctor, table
 from gradzip.cli.samples import append_csv
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
@@ -171,6 +173,32 @@ def test_doctor_reads_the_override(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setenv("GRADZIP_ENGINE", "nativ")
     assert cli.main(["doctor", "--json"]) == 1
     assert _statuses(capsys)["GRADZIP_ENGINE"]["status"] == "broken"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nccl", "version", "found"),
+    [
+        (False, True, "2.9.0", "absent not used: it carries gradients of models on GPUs"),
+        (True, False, "2.9.0", "absent not used: this torch is built without NCCL, which carries it"),
+        (True, True, "2.7.1+cu126", "absent not used: install torch 2.8 or newer"),
+        (True, True, "2.10.0", "ok carries cast, fp8, .* from GPU to GPU, by the process group's NCCL 2.27.3"),
+    ],
+)
+def test_doctor_says_whether_streams_carry_gradients(
+    gpu: bool, nccl: bool, version: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    row = doctor._stream_runner()
+    assert re.fullmatch(found, f"{row['status']} {row['found']}")
+    if row["status"] == "ok":
+        carried = set(re.findall(r"\w+", row["found"]))
+        assert {"noise", "int8", "sign", "powersgd"} <= carried
+        assert not {"gcomp", "zlib"} & carried, "their frames have no known size"
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    assert doctor._host_runner()["status"] == "broken"
 
 
 # -- bench -----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_doctor_explains_no_nccl_where_there_is_no_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cli.main(["doctor"])
     out = capsys.readouterr().out
-    assert "gloo, from the host's memory" in out
+    assert "over Gloo, from the memory of the CPU" in " ".join(out.split())
     assert "nccl" not in out.lower()
 
 

@@ -1,4 +1,4 @@
-"""What an exchange of gradients takes on this network, in the manner of nccl-tests.
+"""What an exchange of gradients takes on this network by the host runner, in the manner of nccl-tests.
 
 Every rank's gradient is the sample times a random factor of its own per value, so that sums are sums of different
 numbers. Each way is verified before it is timed: all replicas must have the same bits, and no value may be further from
@@ -27,18 +27,17 @@ from ..codecs import Codec, Context, parse
 from ..codecs.baseline import Cast
 from ..codecs.gcomp import GComp
 from ..engines.layout import EXACT, Floor
-from ..errors import GradzipError
+from ..errors import GradzipError, Unsupported
 from ..exchange import coding, rounds
-from ..exchange.codecs import codes_messages, route_of
+from ..exchange.codecs import codec_for_device, codes_messages, route_of
 from ..exchange.comparisons import bit_sum
 from ..exchange.on_host.rounds import submit_rounds
 from ..exchange.on_host.runner import HostMessage, runner_of
 from ..exchange.outcome import Outcome
-from ..exchange.peers.channel import Channel
+from ..exchange.peers.channel import open_channel
 from ..feedback import Memory
-from ..hooks import runners
 from ..option import Option
-from ..routes import NAMED
+from ..routes import NAMED, Route
 from .sample import Sample
 
 ROUNDS = 7
@@ -66,7 +65,6 @@ class Result:
     wrong: int | None  # values further off than promised; None: nothing is promised
     speedup: float  # native float32 all-reduce of the same rounds / time
     of_ideal: float  # time / (native time / ratio)
-    transport: str = ""  # what carried the bytes; empty for native all-reduces
 
 
 _Start = Callable[[int, Callable[[Outcome], None]], None]
@@ -87,17 +85,15 @@ class _Way:
     floor: Floor | torch.Tensor | None = None
     last: Outcome | None = None
     wrong: int | None = None
-    transport: str = ""
 
 
 class Bench:
-    """Measures on all ranks of a group, by one transport or by several; results are the same on all ranks."""
+    """Measures on all ranks of a group; results are the same on all ranks."""
 
-    def __init__(self, sample: Sample, device: torch.device, transports: Sequence[str | None] = (None,)) -> None:
+    def __init__(self, sample: Sample, device: torch.device) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._channels = [runners.open_for(world, device, transport=transport) for transport in transports]
-        self.channel = self._channels[0]
+        self.channel = open_channel(world, device)
         self._sample = sample
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         rng = torch.Generator().manual_seed(1000 + self._rank)
@@ -108,7 +104,7 @@ class Bench:
 
     def measure(self, options: Sequence[str | Option], rounds: int = ROUNDS) -> list[Result]:
         ways = self._native()
-        ways += [self._way(Option.parse(option), channel) for option in options for channel in self._channels]
+        ways += [self._way(Option.parse(option)) for option in options]
         for way in ways:
             self._verify(way)
         times: list[list[float]] = [[] for _ in ways]
@@ -119,6 +115,13 @@ class Bench:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         native = statistics.median(slowest[0].tolist())
         return [self._row(way, row.tolist(), native) for way, row in zip(ways, slowest)]
+
+    def average(self, option: Option) -> None:
+        """Puts the mean of all ranks' gradients into `result`, untimed and unverified."""
+        way = self._way(option)
+        self.result.copy_(self.own)
+        way.run()
+        self._synchronize()
 
     # -- ways ---------------------------------------------------------------------------------------------------
 
@@ -136,9 +139,9 @@ class Bench:
 
         return [_Way(NATIVE[0], "native", fp32), _Way(NATIVE[1], "native", bf16, Cast())]
 
-    def _way(self, option: Option, channel: Channel) -> _Way:
+    def _way(self, option: Option) -> _Way:
         codec = parse(option.codec)
-        route = route_of(codec, option.route, channel.topology.default_route)
+        route = route_of(codec, option.route, self.channel.topology.default_route)
         place = option.device or ("gpu" if self.own.device.type == "cuda" else "cpu")
         label = route
         if place == "gpu" and route in NAMED and NAMED[route].compresses:
@@ -146,26 +149,18 @@ class Bench:
         floor = self._sample.floor(codec)
         floor = None if floor is None else _on(floor, self.own.device)
         memory, step = Memory(self._rank), 0
-        way = _Way(str(codec), label, lambda: None, codec, floor, transport=channel.transport)
-        on_host = self._on_host(codec, route, channel, memory, floor)
+        way = _Way(str(codec), label, lambda: None, codec, floor)
+        start = self._start(codec, route, memory, floor)
 
         def run() -> None:
             nonlocal step
-            context = Context("gradient", step, rank=self._rank, world=self._world, floor=floor)
-            context.state = memory.state("gradient", codec.name)
             done, ended = threading.Event(), list[Outcome]()
 
             def end(outcome: Outcome) -> None:
                 ended.append(outcome)
                 done.set()
 
-            if on_host is not None:
-                on_host(step, end)
-            else:
-                from ..collectives import Message, PipelineChannel, submit
-
-                assert isinstance(channel, PipelineChannel)
-                submit(Message(codec, route, [self.result], [context], memory), channel, end)
+            start(step, end)
             done.wait()
             memory.commit()
             step += 1
@@ -176,34 +171,46 @@ class Bench:
         way.run = run
         return way
 
-    def _on_host(
-        self, codec: Codec, route: str, channel: Channel, memory: Memory, floor: Floor | torch.Tensor | None
-    ) -> _Start | None:
-        """How the host runner sends the gradient; None: it does not."""
-        if self.own.device.type != "cpu":
-            return None
-        messages = codes_messages(codec, route)
+    def _start(self, codec: Codec, route: str, memory: Memory, floor: Floor | torch.Tensor | None) -> _Start:
+        """How the host runner begins to send the gradient."""
+        messages = self._codec_of_messages(codec, route)
         if messages is None:
-            return functools.partial(self._in_rounds, codec, channel, memory)
+            return functools.partial(self._in_rounds, codec, memory)
         message = HostMessage(messages, route, ["gradient"], [self.result])
-        program, runner = message.program(channel.topology), runner_of(channel)
+        program, runner = message.program(self.channel.topology), runner_of(self.channel)
 
         def start(step: int, done: Callable[[Outcome], None]) -> None:
             about = coding.Message(message.names, message.dtype, self._rank, self._world, step)
             about.memory, about.floors = memory, () if floor is None else (floor,)
-            runner.submit(program, message.values, about, done)
+            runner.submit(program, message.values, about, done, ready=self._now())
 
         return start
 
-    def _in_rounds(
-        self, codec: Codec, channel: Channel, memory: Memory, step: int, done: Callable[[Outcome], None]
-    ) -> None:
+    def _codec_of_messages(self, codec: Codec, route: str) -> coding.MessageCodec | None:
+        """None: it goes in rounds."""
+        found = codes_messages(codec, route)
+        if found is None or self.own.device.type == "cpu":
+            return found
+        found = codec_for_device(codec, Route.parse(route))
+        if found is None:
+            raise Unsupported(
+                f"{codec} by {route} is not for the host runner on a GPU, which codes on one device and leaves noise "
+                "to streams: leave it out of --codecs, or use --device cpu; bench/exchange_gpu.py times streams"
+            )
+        return found
+
+    def _in_rounds(self, codec: Codec, memory: Memory, step: int, done: Callable[[Outcome], None]) -> None:
         context = Context(
             "gradient", step, rank=self._rank, world=self._world, state=memory.state("gradient", codec.name)
         )
         about = coding.Message(["gradient"], self.result.dtype, self._rank, self._world, step)
         start = functools.partial(rounds.of, codec, [self.result], [context], memory)
-        submit_rounds(runner_of(channel), f"{codec} at step {step}", start, about, done)
+        submit_rounds(runner_of(self.channel), f"{codec} at step {step}", start, about, done)
+
+    def _now(self) -> torch.cuda.Event | None:
+        """When all is there that was written so far."""
+        on_gpu = self.own.device.type == "cuda"
+        return torch.cuda.current_stream(self.own.device).record_event() if on_gpu else None
 
     # -- verification -------------------------------------------------------------------------------------------
 
@@ -298,7 +305,6 @@ class Bench:
             wrong=way.wrong,
             speedup=native / seconds,
             of_ideal=seconds / (native / ratio),
-            transport=way.transport,
         )
 
 

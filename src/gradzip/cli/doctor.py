@@ -10,15 +10,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from .. import __version__, codecs, engines
 from ..bench import cluster
 from ..codecs import Context
-from ..collectives import nccl
 from ..emulate import format_rate
 from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
-from ..exchange.peers.transports import GLOO, NCCL, TRANSPORT
+from ..exchange.codecs import stream_codec
+from ..exchange.on_stream import factors
+from ..exchange.on_stream.runner import OLDEST_TORCH
 from .table import Column, Commands, Row, add_json, command, show
 
 _ORDER = ("broken", "ok", "absent")
@@ -90,7 +92,8 @@ def checks() -> Iterator[Row]:
         yield _engine(name)
     yield _gpu()
     yield _packing()
-    yield _transport()
+    yield _stream_runner()
+    yield _host_runner()
     yield _override()
     yield _threads()
     yield _found("torch", torch.__version__)
@@ -165,21 +168,34 @@ def _override() -> Row:
     return _found("GRADZIP_ENGINE", found, "ok" if known else "broken")
 
 
-def _transport() -> Row:
-    """What carries large messages between GPUs."""
-    word = os.environ.get(TRANSPORT, "").strip().lower()
-    if word not in ("", GLOO, NCCL):
-        return _found("transport", f"{TRANSPORT}={word!r} is neither gloo nor nccl", "broken")
-    if not torch.cuda.is_available() and word != NCCL:
-        return _found("transport", "gloo, from the host's memory")
-    try:
-        library = f"NCCL {nccl.version()} can be had instead (transport='nccl')"
-        status = "ok"
-    except GradzipError as reason:
-        library, status = f"not NCCL: {reason}", "broken" if word == NCCL else "ok"
-    if word == NCCL:
-        return _found("transport", f"nccl, by {TRANSPORT}: {library}", status)
-    return _found("transport", f"gloo, from the host's memory; {library}", status)
+def _stream_runner() -> Row:
+    """Whether gradients of GPU models can stay on the GPU, and by which codecs."""
+    what = "stream runner"
+    if not torch.cuda.is_available():
+        return _found(what, "not used: it carries gradients of models on GPUs", "absent")
+    if not dist.is_nccl_available():
+        return _found(what, "not used: this torch is built without NCCL, which carries it", "absent")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        return _found(what, f"not used: install torch {'.'.join(map(str, OLDEST_TORCH))} or newer", "absent")
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return _found(what, f"carries {_by_streams()} from GPU to GPU, by the process group's NCCL {version}")
+
+
+def _by_streams() -> str:
+    """Codecs whose frames have a size that is known beforehand."""
+    usual = [codecs.parse(name) for name in sorted(codecs.REGISTRY)]
+    *names, last = [c.name for c in usual if stream_codec(c) is not None or (c.rounds > 1 and factors.serves(c))]
+    return f"{', '.join(names)} and {last}"
+
+
+def _host_runner() -> Row:
+    """Whether gradients can go by way of the host's memory, as those of every codec may."""
+    what = "host runner"
+    if not dist.is_gloo_available():
+        return _found(what, "this torch is built without Gloo, which carries it: install one that has it", "broken")
+    if torch.cuda.is_available():
+        return _found(what, "carries models on CPUs, and what streams do not, over Gloo by way of pinned memory")
+    return _found(what, "carries all codecs over Gloo, from the memory of the CPU")
 
 
 def _library(name: str, extra: str, purpose: str) -> Row:

@@ -24,7 +24,6 @@ DEFAULT_OPTIONS = "noise;gcomp:mode=lossless;gcomp;gcomp:ulps=256;gcomp:keep=7;c
 _COLUMNS = (
     Column("codec", "codec"),
     Column("route", "route"),
-    Column("transport", "by"),
     Column("megabytes", "MB", number(1), right=True),
     Column("milliseconds", "time\nms", number(1), right=True),
     Column("algorithm_gbps", "algbw\nGB/s", number(3), right=True),
@@ -58,11 +57,6 @@ def add(kinds: Commands) -> None:
         "--rounds", type=count, default=net_bench.ROUNDS, metavar="N", help="median of N (default: %(default)s)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where the gradients lie (default: cuda if there)")
-    parser.add_argument(
-        "--transport",
-        metavar="A,B",
-        help="what carries the bytes: gloo, nccl (between GPUs), or both (default: what attach takes)",
-    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also append the rows to FILE")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -90,10 +84,9 @@ def _measure(args: argparse.Namespace, device: torch.device) -> int:
     sample = net_bench.shared(Sample.load(args.input) if args.input else builtin()) if first else net_bench.shared(None)
     sizes = [int(size) for size in args.values.split(",")] if args.values else [sample.values.numel()]
     options = [option for option in (args.codecs or _default(device)).split(";") if option.strip()]
-    transports = args.transport.split(",") if args.transport else [None]
     results: list[Result] = []
     for size in sizes:
-        bench = Bench(net_bench.sized(sample, size), device, transports)
+        bench = Bench(net_bench.sized(sample, size), device)
         results += bench.measure(options, args.rounds)
     cards: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(cards, net_bench.identity_card(__version__))
