@@ -52,7 +52,7 @@ namespace any {  // for the few values that no instruction set takes
 using any::rounded;
 
 constexpr uint64_t kHeader = 24;  // of a frame without a checksum
-constexpr int kCodec = 17, kVersion = 0;
+constexpr int kCodec = 17, kVersion = 1;
 
 const Kernels* kernels() {
 #if !defined(GRADZIP_NO_SIMD)

@@ -7,6 +7,7 @@ Inputs come from integer arithmetic alone, so that no change of a random generat
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ import numpy as np
 import torch
 from handmade import HANDMADE
 
-from gradzip import Codec, Context, Floor, parse, wire
+from gradzip import Codec, Context, Floor, engines, parse, wire
 from gradzip.codecs import books
 from gradzip.codecs.books import Book
+from gradzip.codecs.scaled import Scaled
+from gradzip.engines import noise_layout
+from gradzip.engines.noise_layout import Part, Slot
+from gradzip.engines.scaled_layout import Form, Parts
 
 FOLDER = Path(__file__).parent / "golden" / "v1"
 LARGEST = 9000  # bytes of a frame: they stay in the repository for ever
@@ -88,6 +93,10 @@ def rule(numel: int, salt: int, second: bool) -> Floor:
     return Floor(theta, moment, c0=-134 - (45 if second else 0), c1=1, c2=80)
 
 
+def given_shape(numel: int, salt: int) -> torch.Tensor:
+    return torch.from_numpy((-(hashed(numel, salt).astype(np.int64) % 13)).astype(np.int8))
+
+
 def fixed_book() -> Book:
     lengths = torch.zeros(256, dtype=torch.uint8)
     lengths[[0, 255, 1, 254, 2, 253]] = torch.tensor([4, 1, 3, 3, 4, 4], dtype=torch.uint8)
@@ -101,9 +110,14 @@ class Golden:
     floor: torch.Tensor | Floor | None = None
     shift: int = 0
     check: bool = False
+    shape: torch.Tensor | None = None
+    rank: int = 0
+    world: int = 1
 
     def context(self) -> Context:
-        ctx = Context("layer.weight", step=7, seed=11, floor=self.floor, shift=self.shift)
+        ctx = Context(
+            "layer.weight", 7, 11, self.rank, self.world, floor=self.floor, shift=self.shift, shape=self.shape
+        )
         if "book=shared" in self.codec:
             ctx.state["book"] = fixed_book()
             books.install(fixed_book())
@@ -163,13 +177,103 @@ def goldens() -> dict[str, Golden]:
         "terngrad": Golden("terngrad", tensor(exact)),
         "natural": Golden("natural", tensor(exact)),
         "natural-4-bits": Golden("natural:bits=4", tensor(exact)),
+        "noise": Golden("noise", tensor(two_blocks), rank=1, world=4),
+        "noise-finest": Golden("noise:share=0.01%", tensor(exact)),  # low bits in planes, and giants
+        "noise-coarsest": Golden("noise:share=30%", tensor(mostly_zero(3 * 4096 + 900, 26))),  # a mask of rows
+        "noise-shape": Golden("noise", tensor(two_blocks), shape=given_shape(two_blocks.size, 27), rank=2, world=4),
+        "noise-failed": Golden("noise", tensor(odd_ones(1500, 29))),  # a level of NaN
+        "noise-zeros": Golden("noise", torch.zeros(9000)),
+        "noise-bfloat16": Golden("noise", tensor16(exact >> 16, torch.bfloat16), check=True),
+        "int8": Golden("int8", tensor(exact), rank=1, world=4),
+        "int8-hadamard": Golden("int8:block=256,hadamard=true", tensor(exact), rank=3, world=4),
+        "int8-odd-ones": Golden("int8:block=64", tensor(odd_ones(1500, 30))),
+        "int4": Golden("int4", tensor(exact), check=True),
+        "int4-hadamard": Golden("int4:block=64,hadamard=true", tensor16(exact >> 16, torch.bfloat16)),
+        "fp8": Golden("fp8", tensor(odd_ones(1500, 31)), rank=1, world=2),
+        "fp8-float16": Golden("fp8:block=32", tensor16(halves(1500, 32), torch.float16)),
     }
     return frames
+
+
+@dataclass(frozen=True)
+class Message:
+    """A frame of many parts, as an exchange sends it: rank 1's own, or the sum of rank 0's values and that frame."""
+
+    codec: str
+    is_sum: bool = False
+    levels: tuple[float, ...] = (0.0007, 0.0009, math.nan, 0.0)  # of noise
+    slot: int = 0  # bytes of a slot that is too small for these levels; 0: as many as the frame can have
+    poisoned: bool = False
+    sizes: tuple[int, ...] = (700, 1300, 40, 9)
+
+    def values(self, salt: int) -> list[torch.Tensor]:
+        return [tensor(gradient(size, salt + 10 * i)) for i, size in enumerate(self.sizes)]
+
+    def form(self) -> Form:
+        codec = parse(self.codec)
+        assert isinstance(codec, Scaled)
+        return codec.form
+
+    def encode(self) -> bytes:
+        frame = self._noise() if self.codec == "noise" else self._scaled()
+        return frame.numpy().tobytes()
+
+    def noise_parts(self, rank: int, hop: str = "own") -> list[Part]:
+        """The second part is the end of its tensor, and has a shape."""
+        shapes, starts = [None, given_shape(self.sizes[1], 44), None, None], [0, 4096, 0, 0]
+        offset = noise_layout.offset_of(rank, 2) if hop == "own" else 0
+        return [
+            Part(x, float(np.float32(level)), shape, start, noise_layout.key_of(11, 7, f"w{i}", hop, start), offset)
+            for i, (x, level, shape, start) in enumerate(zip(self.values(40 + rank), self.levels, shapes, starts))
+        ]
+
+    def _noise(self) -> torch.Tensor:
+        engine, bound = engines.noise("cpu"), wire.HEADER_BYTES + noise_layout.body_bound(self.sizes)
+        frame = torch.zeros(self.slot or bound, dtype=torch.uint8)
+        (written,) = engine.encode_frames([Slot(self.noise_parts(1), frame, self.poisoned)], 7, DIGEST)
+        if self.is_sum:
+            slot = Slot(self.noise_parts(0, "sum"), torch.zeros(bound, dtype=torch.uint8))
+            written, frame = engine.reduce([self.noise_parts(0), frame], slot, 7, DIGEST), slot.out
+        return frame[: written.size]
+
+    def scaled_parts(self, rank: int, hop: str = "own") -> Parts:
+        values = self.values(40 + rank)
+        keys, signs = (
+            [noise_layout.key_of(11, 7, f"w{i}", what, 0) for i in range(len(values))] for what in (hop, "signs")
+        )
+        offset = noise_layout.offset_of(rank, 2) & 0xFFFFFFFF if hop == "own" else 0
+        return Parts(self.form(), values, values, [32 * i for i in range(len(values))]).fill(keys, signs, offset)
+
+    def _scaled(self) -> torch.Tensor:
+        engine, parts = engines.scaled("cpu"), self.scaled_parts(1)
+        frame = torch.zeros(parts.places.size, dtype=torch.uint8)
+        engine.code(parts, [], out=frame)
+        if not self.is_sum:
+            return frame
+        total = torch.zeros_like(frame)
+        engine.code(self.scaled_parts(0, "sum"), [None, frame], out=total)
+        return total
+
+
+DIGEST = 0xD16E57  # of no program: any number that frames carry
+MESSAGES = {
+    "message-noise": Message("noise"),
+    "message-noise-sum": Message("noise", is_sum=True),
+    "message-noise-raw": Message("noise", levels=(1e-9, 1e-9, 1e-9, 1e-9)),
+    "message-noise-notch": Message("noise", slot=2800),
+    "message-noise-poisoned": Message("noise", poisoned=True),
+    "message-int8": Message("int8"),
+    "message-int8-sum": Message("int8:hadamard=true", is_sum=True),
+    "message-int4": Message("int4:hadamard=true"),
+    "message-int4-sum": Message("int4", is_sum=True),
+    "message-fp8-sum": Message("fp8", is_sum=True),
+}
 
 
 def all_frames() -> dict[str, Callable[[], bytes]]:
     """Every file by its name, and what makes it."""
     made: dict[str, Callable[[], bytes]] = {name: golden.encode for name, golden in goldens().items()}
+    made |= {name: message.encode for name, message in MESSAGES.items()}
     return made | {f"handmade-{name}": frame.encode for name, frame in HANDMADE.items()}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import goldens
 import numpy as np
@@ -11,13 +14,14 @@ import pytest
 import torch
 from conftest import same_bits
 from engine_cases import Case, isas, mapped, native_on
-from goldens import FOLDER, LARGEST, Golden
+from goldens import DIGEST, FOLDER, LARGEST, MESSAGES, Golden, Message
 from handmade import HANDMADE, Frame
 
 from gradzip import Codec, Context, engines, parse, wire
 from gradzip.codecs import books
 from gradzip.codecs.gcomp import GComp
 from gradzip.engines import reference
+from gradzip.engines.scaled_layout import Parts
 
 GOLDENS = goldens.goldens()
 HELP = "the format changed, and this version of it is kept for ever: a change takes a new version"
@@ -57,6 +61,42 @@ def test_decoding_gives_the_values(name: str, engine: str) -> None:
     assert same_bits(values, expected(golden, codec))
     if codec.lossless:
         assert same_bits(values, golden.x)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_are_written_and_read(name: str, engine: str) -> None:
+    """Frames of many parts: what an exchange sends, and their sums."""
+    message, frame = MESSAGES[name], stored(name)
+    assert message.encode() == frame.numpy().tobytes(), HELP
+    outs = read(message, frame, engines.noise("cpu") if message.codec == "noise" else engines.scaled("cpu"))
+    with engines.use("reference"):
+        oracle = read(message, frame, engines.noise("cpu") if message.codec == "noise" else engines.scaled("cpu"))
+    values = [x + y if message.is_sum else y for x, y in zip(message.values(40), message.values(41))]
+    for number, (got, wanted, x) in enumerate(zip(outs, oracle, values)):
+        assert same_bits(got, wanted)
+        if message.poisoned or (message.codec == "noise" and math.isnan(message.levels[number])):
+            assert bool(got.isnan().all())
+        elif message.codec == "noise":
+            notch = int(frame[wire.HEADER_BYTES + 4])
+            steps = 1 + 1.5**0.5 if message.is_sum else 2 ** (notch / 4)  # 1.5: the level of a sum of two, squared
+            if level := message.levels[number]:
+                assert float((got - x).abs().max()) <= 1.001 * steps * level
+            assert level or not got.any()
+        else:
+            assert float((got - x).norm() / x.norm()) < 0.5, "far from what it was made of"
+
+
+def read(message: Message, frame: torch.Tensor, engine: ModuleType) -> list[torch.Tensor]:
+    """The values of a message's parts."""
+    outs = [torch.full((size,), -1.0) for size in message.sizes]
+    if message.codec == "noise":
+        parts = [replace(part, values=out) for part, out in zip(message.noise_parts(1), outs)]
+        engine.decode_frame(frame, parts, 7, DIGEST)
+        return outs
+    made = message.scaled_parts(1)
+    parts_of_outs = Parts(made.form, [], outs, made.array["start"]).fill(0, made.array["signs"])
+    engine.code(parts_of_outs, [frame])
+    return outs
 
 
 @pytest.mark.parametrize("name", HANDMADE)

@@ -25,7 +25,6 @@ from .errors import Corrupt, Truncated, Unsupported
 
 MAGIC = b"GZ"
 VERSION = 1  # kept for ever: what it may hold is in docs/format.md, and in tests/golden/v1
-UNSETTLED = frozenset({17, 18, 19, 20})  # codecs whose frames may still change: they carry version 0 and are not kept
 HEADER_BYTES = 24
 CHECKSUM_BYTES = 8
 FLAG_CHECKSUM = 1
@@ -64,18 +63,13 @@ def dtype_code(dtype: torch.dtype) -> int:
         raise Unsupported(f"cannot encode a tensor of {dtype}: gradzip codes {names}") from None
 
 
-def version_of(codec_id: int) -> int:
-    """The format version that frames of a codec carry."""
-    return 0 if codec_id in UNSETTLED else VERSION
-
-
 def body_offset(check: bool) -> int:
     return HEADER_BYTES + (CHECKSUM_BYTES if check else 0)
 
 
 def pack_header(codec_id: int, dtype: torch.dtype, numel: int, body_bytes: int, check: bool) -> bytes:
     flags = FLAG_CHECKSUM if check else 0
-    return _HEADER.pack(MAGIC, version_of(codec_id), codec_id, dtype_code(dtype), flags, 0, numel, body_bytes)
+    return _HEADER.pack(MAGIC, VERSION, codec_id, dtype_code(dtype), flags, 0, numel, body_bytes)
 
 
 def pack_headers(codec_id: int, dtype: torch.dtype, numels: Column, body_bytes: Column) -> npt.NDArray[np.uint8]:
@@ -115,8 +109,9 @@ def parse_header(head: bytes | memoryview, size: int) -> Header:
     magic, version, codec_id, code, flags, reserved, numel, body_bytes = _HEADER.unpack_from(head)
     if magic != MAGIC:
         raise Corrupt(f"not a gradzip frame: it starts with {magic!r}, not {MAGIC!r}")
-    if version != version_of(codec_id):
-        reads = f"this gradzip reads version {version_of(codec_id)}: use the same gradzip on all ranks"
+    if version != VERSION:
+        cure = "make the frame anew" if version < VERSION else "install a later gradzip"
+        reads = f"this gradzip reads version {VERSION}: {cure}, and use the same gradzip on all ranks"
         raise Corrupt(f"frame of format version {version}; {reads}")
     if code not in _DTYPES:
         raise Corrupt(f"unknown dtype code {code} in the frame header")

@@ -5,6 +5,7 @@
 // This file has what the kernels share, and the statistics that levels are made of.
 
 constexpr u32 kNoiseBlock = 8192, kNoiseRow = 128, kNoiseRows = 64, kNoiseLanes = 16;
+constexpr u32 kFrameStart = 0x11015a47u;  // "GZ", version 1, codec 17
 constexpr u32 kNoiseHead = 16;        // bytes of a body's head
 constexpr u32 kSquares = 4096;        // terms of a block of the ordered sum
 constexpr u32 kNarrowMost = 119;      // the largest |q| that is no giant in a class with 3 low bits or less

@@ -44,7 +44,7 @@ DEVICE void noise_open(const Args& args) {
             const u32* header = pointer<const u32>(f.slot);
             body = header[4] | (u64)header[5] << 32;
             u64 numel = header[2] | (u64)header[3] << 32;
-            if (header[0] != 0x11005a47u || header[1] || numel != f.numel || body > f.room - a.prefix) wrong = kNoiseHeader;
+            if (header[0] != kFrameStart || header[1] || numel != f.numel || body > f.room - a.prefix) wrong = kNoiseHeader;
         }
         if (body < kNoiseHead) wrong = kNoiseHeader;
         __syncthreads();

@@ -481,7 +481,7 @@ DEVICE void write_head(const Noise& a, R& room, const NoiseFrame& f, u32 number,
         u64 total = poisoned ? a.prefix + kNoiseHead : offset;
         if (a.prefix) {
             u64 body = total - a.prefix;
-            const u32 header[6] = {0x11005a47u, 0, (u32)f.numel, (u32)(f.numel >> 32), (u32)body, (u32)(body >> 32)};
+            const u32 header[6] = {kFrameStart, 0, (u32)f.numel, (u32)(f.numel >> 32), (u32)body, (u32)(body >> 32)};
             for (u32 j = 0; j < 6; j++) put32(f.slot + 4 * j, header[j]);
         }
         put32(f.slot + a.prefix, f.parts);
