@@ -13,19 +13,23 @@ from planning import line, profile
 
 from gradzip.codecs import parse
 from gradzip.errors import PlanError
+from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.on_host.runner import HostMessage
+from gradzip.exchange.parts import CUT, Table
 from gradzip.exchange.program import Communicate
 from gradzip.exchange.topology import Topology as Ranks
 from gradzip.option import Option
 from gradzip.planner.choices import Limits, choices, routes, twin
+from gradzip.planner.chunks import Cut, chunks, cut_of
 from gradzip.planner.cost import KINDS, Pricing, features, loads
 from gradzip.planner.network import Network, Topology
-from gradzip.planner.problem import even_chunks
 from gradzip.planner.profile import CodecCost, Collective, Link, Profile
 from gradzip.planner.timeline import CPU, INTER_IN, INTER_OUT, LINKS
 from gradzip.routes import NAMED, Route, tree
 
 MB = 1e6
+CODECS = ("gcomp:keep=7", "cast", "topk", "noise", "randomk", "powersgd:rank=4")
 
 
 def network(hosts: int = 4, rate: float | None = None, **changes: object) -> Network:
@@ -212,12 +216,49 @@ def test_a_codec_of_whole_messages_takes_its_own_route_and_has_few_headers() -> 
 
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=20), st.sampled_from([2, 4, 8]))
 def test_even_chunks_hold_everything_once(numels: list[int], world: int) -> None:
-    cut = even_chunks(numels, world)
+    cut = chunks(numels, world, Cut())
     sizes = [sum(piece.numel for piece in chunk) for chunk in cut]
     assert max(sizes) - min(sizes) <= 1
     whole = [(piece.tensor, i) for chunk in cut for piece in chunk for i in (piece.start, piece.stop)]
     assert whole == sorted(whole)
     assert sum(sizes) == sum(numels)
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(1 << 14), Cut(1 << 14, False), Cut(1 << 15, True, 1 << 14)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_chunks_are_those_of_the_runner(cut: Cut, world: int) -> None:
+    rng = np.random.default_rng(world)
+    for _ in range(20):
+        numels = [int(n) * 128 * world for n in rng.integers(1, 200, size=rng.integers(1, 30))]
+        names = [f"t{i}" for i in range(len(numels))]
+        tables = Table.of(names, numels, [world]).chunks(*cut)
+        sent = [sum(map(table.numel, range(world))) for table in tables]
+        planned = [sum(piece.numel for piece in chunk) for chunk in chunks(numels, world, cut)]
+        assert len(planned) == len(sent)
+        near = max(numels) if not cut.cuts else world * CUT  # where the runner may cut a part, or none
+        assert planned == pytest.approx(sent, abs=near)
+
+
+@pytest.mark.parametrize("hosts", [(4, 1), (2, 2)])
+def test_what_is_cut_is_what_the_runner_cuts(hosts: tuple[int, int]) -> None:
+    """Every choice on a CPU, by its program."""
+    costs = {
+        name: CodecCost(parse(name), 4.0, {"cpu": line(1e-5, 2e-10)}, {"cpu": line(1e-5, 2e-10)}) for name in CODECS
+    }
+    net = Network(profile(codecs=costs), Topology(*hosts, 1e9, 1e11))
+    ranks = Ranks(0, tuple(tuple(range(i, i + hosts[1])) for i in range(0, 4, hosts[1])))
+    size, cuts = 1 << 23, set()
+    for choice in choices(Pricing(net), Limits(lossy=True), "cpu"):
+        cut, option = cut_of(choice, on_gpu=False), choice.option
+        cuts.add(cut)
+        assert option.route is not None
+        codec = codes_messages(parse(option.codec), option.route)
+        if codec is None:
+            assert cut is None, option
+            continue
+        message = HostMessage(codec, option.route, ["x"], [torch.empty(size)])
+        assert len(chunks([size], 4, cut)) == len(message.program(ranks).chunks), option
+    assert len(cuts) == 4
 
 
 def test_twins() -> None:

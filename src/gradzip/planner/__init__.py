@@ -4,9 +4,10 @@ profile     what was measured: profile.json           models      profiles that 
 network     what collectives cost on any cluster      cost        what the steps of a route cost
 choices     everything that a gradient may do         units       tensors, or the buckets that DDP makes of them
 timeline    one backward pass, by rules (reference)   fast        the same in C++
-problem     units, choices and their times            search      Espresso's algorithms, and passes beyond them
-baselines   what others would do                      answer      the plan, compared and explained
-perfetto    timelines to look at                      measure     makes profile.json from a running script
+chunks      how the runner cuts units                 problem     units, choices and their times
+search      Espresso's algorithms, and passes beyond  baselines   what others would do
+answer      the plan, compared and explained          perfetto    timelines to look at
+measure     makes profile.json from a running script
 """
 
 from __future__ import annotations

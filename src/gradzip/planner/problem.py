@@ -9,13 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ..codecs.baseline import Cast
-from ..collectives.coder import cuttable
-from ..collectives.layout import PART, PART_ON_GPU, Layout, Piece, chunks
 from ..errors import PlanError
-from ..exchange.coding import MessageCodec
 from ..option import Option
 from .choices import Choice, Limits, choices, twin
+from .chunks import Cut, Piece, chunks, cut_of
 from .cost import FEATURES, Amount, Pricing, features
 from .fast import Evaluator, Plan, Tables
 from .network import Network
@@ -23,47 +20,16 @@ from .profile import CodecCost
 from .timeline import Task, Timeline, simulate
 from .units import Unit
 
-CUTTINGS = ("cut", "grouped", "whole", "even")
-
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk of a unit. For each of CUTTINGS: raw bytes, coded ones by codec, of a rank's gradient and of sums, and
+    """A chunk of a unit. For each way to cut: raw bytes, coded ones by codec, of a rank's gradient and of sums, and
     tensors; zeros where there are fewer chunks.
     """
 
     unit: int
     backward_s: float
     sizes: tuple[tuple[float, ...], ...]
-
-
-def even_chunks(numels: Sequence[int], world: int) -> list[Layout]:
-    """Tensors one behind the other, cut as the host runner cuts messages: into equally many values."""
-    total = sum(numels)
-    count = max(1, round(total / world / MessageCodec.chunk))
-    ends = [total * (i + 1) // count for i in range(count)]
-    found: list[Layout] = []
-    start = 0
-    for end in ends:
-        pieces, first = list[Piece](), 0
-        for number, numel in enumerate(numels):
-            low, high = max(start, first), min(end, first + numel)
-            if low < high:
-                pieces.append(Piece(number, low - first, high - first))
-            first += numel
-        found.append(tuple(pieces))
-        start = end
-    return found
-
-
-def _cutting(choice: Choice) -> str:
-    """How the runtime sends it: in chunks, in chunks of whole tensors, at once, or as a message in even chunks."""
-    if choice.codec is not None and choice.codec.by_message:
-        return "even"
-    codec = None if choice.codec is None else choice.codec.codec
-    if choice.option.route == "factors" or (choice.option.route == "allreduce" and not isinstance(codec, Cast | None)):
-        return "whole"
-    return "cut" if codec is None or cuttable(codec) else "grouped"
 
 
 class Problem:
@@ -102,15 +68,17 @@ class Problem:
                 resources[i, j] = task.resources
                 factors[i, j] = task.seconds
         codecs = list({id(c.codec): c.codec for c in self.choices}.values())
-        parts = self._parts(codecs)
+        cuts = [self._cut(choice) for choice in self.choices]
+        cuttings = list(dict.fromkeys(cuts))
+        parts = self._parts(codecs, cuttings)
         kinds: dict[tuple[tuple[float, ...], ...], int] = {}
         for part in parts:
             kinds.setdefault(part.sizes, len(kinds))
-        cuttings = np.array([CUTTINGS.index(_cutting(c)) for c in self.choices])
+        numbers = np.array([cuttings.index(cut) for cut in cuts])
         seconds = np.zeros((len(kinds), len(self.choices), stride))
         for column, codec in enumerate(codecs, 1):
-            for cutting in range(len(CUTTINGS)):
-                own = np.flatnonzero([c.codec is codec for c in self.choices] & (cuttings == cutting))
+            for cutting in range(len(cuttings)):
+                own = np.flatnonzero([c.codec is codec for c in self.choices] & (numbers == cutting))
                 if len(own):
                     amounts = np.array([self._amounts(sizes[cutting], column, codec) for sizes in kinds])
                     seconds[:, own] = np.einsum("kf,otf->kot", amounts, factors[own])
@@ -123,11 +91,19 @@ class Problem:
             np.ascontiguousarray(seconds),
         )
 
-    def _parts(self, codecs: Sequence[CodecCost | None]) -> list[_Part]:
+    def _cut(self, choice: Choice) -> Cut | None:
+        """How messages are cut that go that way. Where NCCL carries gradients nothing is cut."""
+        if self.network.profile.transport != "host":
+            return None
+        return cut_of(choice, self.device == "gpu")
+
+    def _parts(self, codecs: Sequence[CodecCost | None], cuts: Sequence[Cut | None]) -> list[_Part]:
         """Units as the chunks that the runtime makes of them, which go through a route one after the other."""
         profile, parts, clock = self.network.profile, list[_Part](), 0.0
+        world = self.network.topology.world
         for number, unit in enumerate(self.units):
-            cuttings = [[self._size(unit, chunk, codecs) for chunk in found] for found in self._chunks(unit)]
+            numels = [tensor.numel for tensor in unit.tensors]
+            cuttings = [[self._size(unit, chunk, codecs) for chunk in chunks(numels, world, cut)] for cut in cuts]
             # What backward does after the last gradient is computed with the last unit.
             ready = max(unit.ready_s, profile.backward_s) if number + 1 == len(self.units) else unit.ready_s
             if ready < clock:
@@ -138,16 +114,7 @@ class Problem:
                 clock = ready
         return parts
 
-    def _chunks(self, unit: Unit) -> list[list[Layout]]:
-        """For each of CUTTINGS. Where NCCL carries gradients nothing is cut."""
-        numels = [tensor.numel for tensor in unit.tensors]
-        whole: list[Layout] = [tuple(Piece(i, 0, n) for i, n in enumerate(numels))]
-        if self.network.profile.transport != "host":
-            return [whole] * len(CUTTINGS)
-        part, world = PART_ON_GPU if self.device == "gpu" else PART, self.network.topology.world
-        return [*(chunks(numels, world, cut, part) for cut in (True, False)), whole, even_chunks(numels, world)]
-
-    def _size(self, unit: Unit, chunk: Layout, codecs: Sequence[CodecCost | None]) -> tuple[float, ...]:
+    def _size(self, unit: Unit, chunk: Sequence[Piece], codecs: Sequence[CodecCost | None]) -> tuple[float, ...]:
         tensors = [unit.tensors[piece.tensor] for piece in chunk]
         raw = [piece.numel * t.item_bytes for piece, t in zip(chunk, tensors)]
         payloads = [sum(r / c.ratio_of(t.name) for r, t in zip(raw, tensors)) if c else 0.0 for c in codecs]
