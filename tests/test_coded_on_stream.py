@@ -130,12 +130,10 @@ class Streams:
 
     def step(self, step: int, gradients: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
         self.runner.begin(step, use_shapes=False, scale=scale)
-        means = []
         for (first, last), (buffer, message) in zip(itertools.pairwise(self._cuts), self._made):
             torch._foreach_copy_(list(message.tensors), gradients[first:last])
             self.runner.take(buffer, [message], last == self._cuts[-1])
-            means += [tensor.clone() for tensor in message.tensors]
-        return means
+        return [tensor.clone() for _, message in self._made for tensor in message.tensors]
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:

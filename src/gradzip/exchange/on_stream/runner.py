@@ -6,6 +6,9 @@
     gather   all_gather_single
     decode   means into the bucket; DDP's stream goes on behind it
 
+A small bucket waits for the next one, and NCCL moves the frames of both as one: a collective takes about a millisecond
+beyond its bytes, and DDP's first bucket is often small.
+
 The frames of a message have a size that all ranks know beforehand. PowerSGD's factors wait for the last bucket and are
 averaged by all-reduces, on the second stream. Behind the last bucket goes a row of checks, which the host reads two
 steps later: see checks.py.
@@ -13,11 +16,12 @@ steps later: see checks.py.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +42,7 @@ from .slots import LATE, OWN, SUM, Largest, Slots
 
 OLDEST_TORCH = (2, 8)
 _STATE = "exchange/slots"  # key of the state
+ENOUGH = 2 << 20  # bytes that a rank sends for buckets before they are exchanged: about what two collectives cost
 
 Future = torch.futures.Future[torch.Tensor]
 _Late = list[tuple[int, dict[str, dict[str, Largest]]]]  # sizes of a step, by the digest of a message's program
@@ -63,6 +68,29 @@ def all_gather(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGro
 def all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """The sum, in the order that NCCL chooses: all ranks get the same."""
     return group.allreduce([values], _sum_options)
+
+
+def together(collectives: Sequence[Callable[[], dist.Work]], group: dist.ProcessGroup, device: torch.device) -> Waits:
+    """Starts them all, as one where the backend can; `wait` of what it returns is for all."""
+    if len(collectives) < 2 or not group._get_backend(device).supports_coalescing:
+        return _Works([start() for start in collectives])
+    group._start_coalescing(device)
+    try:
+        for start in collectives:
+            start()
+    finally:
+        work: dist.Work = group._end_coalescing(device)
+    return work
+
+
+class Waits(Protocol):
+    def wait(self) -> object: ...
+
+
+class _Works(list[dist.Work]):
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -106,6 +134,15 @@ class StreamMessage:
         self.bytes_sent = 0  # by this rank in a step
 
 
+class _Taken(NamedTuple):
+    """A bucket whose frames for other ranks are being made."""
+
+    future: Future
+    buffer: torch.Tensor
+    waits: bool  # for the last bucket
+    messages: Sequence[DeviceMessage]
+
+
 class StreamRunner:
     """Runs the messages of one model, bucket by bucket, in the order in which DDP hands them out."""
 
@@ -139,6 +176,7 @@ class StreamRunner:
         self._messages: list[Checked] = []  # of this step
         self._norms: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
+        self._taken: list[_Taken] = []  # buckets that are not exchanged yet
         self._waiting: list[tuple[Future, torch.Tensor]] = []  # buckets, for the last one
         self._changes: list[Change] = []  # in what Memory holds
         self._by_host = False  # Memory is told by the host whether means are finite
@@ -177,7 +215,7 @@ class StreamRunner:
                 self._slots[digest].note(sizes)
         self._step, self._wants_results = step, compare_results
         self._messages, self._norms, self._results, self._changes, self._alive = [], [], [], [], []
-        self._waiting, self._scale, self._then, self._by_host = [], scale, then, False
+        self._taken, self._waiting, self._scale, self._then, self._by_host = [], [], scale, then, False
         self._wait(self._encoding, self._decoding)  # the row of the last step reads what encoders write
         changed = False
         if use_shapes:
@@ -213,53 +251,68 @@ class StreamRunner:
         future: Future = (
             torch.futures.Future(devices=[self._device]) if self._device.type == "cuda" else torch.futures.Future()
         )
-        step, group, enter = self._step, self._group, self._enter
         before = self._module.current_stream(self._device)
         self._wait(self._encoding, before)
-        enter(self._encoding)
+        self._enter(self._encoding)
         try:
             with torch.no_grad():
                 for each in streamed:
                     if each.contents is not self._contents and not each.codec.feeds_back:
                         self._add_left_over(each)
                 messages = [self._message(each, buffer) for each in streamed]
-                sent = []
                 for each, message in zip(streamed, messages):
                     if message.residuals is not None:
                         message.residuals.begin(self._memory, each.shaped, self._scale)
-                    message.encode(step)
-                    sent.append(
-                        all_to_all(message.received, message.sent, group)
-                        if message.scatters
-                        else all_gather(message.gathered, message.sum_frame, group)
-                    )
-                enter(self._decoding)
-                for message, work in zip(messages, sent):
-                    work.wait()
-                    if message.scatters:
-                        message.reduce(step)
-                        all_gather(message.gathered, message.sum_frame, group).wait()
-                    message.decode(step)
-                    if message.residuals is not None:
-                        self._note(*message.residuals.end(*message.keeps()))
-                    if message.kernels is None:
-                        self._norms.append(message.norm())
-                self._messages += messages
-                if waits:
-                    self._waiting.append((future, buffer))
-                else:
-                    self._sum_up(buffer)
-                    future.set_result(buffer)  # who waits for it may write to the buffer: nobody here reads it then
+                    message.encode(self._step)
+                self._taken.append(_Taken(future, buffer, waits, messages))
+                if last or not messages or sum(m.bytes_sent for t in self._taken for m in t.messages) >= ENOUGH:
+                    self._exchange()
                 if last:
                     self._finish(factors)
         finally:
-            enter(before)
+            self._enter(before)
         return future
+
+    def _exchange(self) -> None:
+        """Moves and decodes what has been encoded; then the current stream is the second one."""
+        taken, self._taken = self._taken, []
+        messages = [message for each in taken for message in each.messages]
+        self._enter(self._encoding)
+        moved = together([functools.partial(self._first, message) for message in messages], self._group, self._device)
+        self._enter(self._decoding)
+        moved.wait()
+        added = [message for message in messages if message.scatters]
+        for message in added:
+            message.reduce(self._step)
+        together([functools.partial(self._gather, message) for message in added], self._group, self._device).wait()
+        for message in messages:
+            message.decode(self._step)
+            if message.residuals is not None:
+                self._note(*message.residuals.end(*message.keeps()))
+            if message.kernels is None:
+                self._norms.append(message.norm())
+        self._messages += messages
+        for each in taken:
+            if each.waits:
+                self._waiting.append((each.future, each.buffer))
+            else:
+                self._sum_up(each.buffer)
+                each.future.set_result(each.buffer)  # who waits for it may write to it: nobody here reads it then
+
+    def _first(self, message: DeviceMessage) -> dist.Work:
+        if message.scatters:
+            return all_to_all(message.received, message.sent, self._group)
+        return self._gather(message)
+
+    def _gather(self, message: DeviceMessage) -> dist.Work:
+        return all_gather(message.gathered, message.sum_frame, self._group)
 
     def end(self, factors: Sequence[FactorMessage] = ()) -> None:
         """After the last bucket, where torch averages that one: `take` does the same by itself."""
         self._wait(self._encoding, self._module.current_stream(self._device))
         with torch.no_grad(), self._module.stream(self._decoding):
+            if self._taken:
+                self._exchange()
             self._finish(factors)
 
     def _wait(self, later: Any, earlier: Any) -> None:
