@@ -2,7 +2,9 @@
 
 What a table shows, and why it differs from the paper's where it does, is written by hand into notes/SECTION.md (names:
 powersgd, accordion, dial, rates, stale, real_ranks, allreduce, gpt, noise, ...) and stands below the section's tables;
-notes/summary.md stands above all of them. To see what tiny forms of the runs look like on the page:
+notes/summary.md stands above all of them. The table on the default in docs/design.md is written as well.
+
+To see what tiny forms of the runs look like on the page:
 python experiments/make_results.py --results FOLDER --tiny --out page.md
 """
 
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import default_section
 import published
 from espresso_section import espresso
 from float32_section import float32
@@ -316,6 +319,8 @@ def main() -> None:
     if options.out == PAGE:
         for name, draw in PICTURES.items():
             (DOCS / name).write_text(draw(Results(options.results)))
+        design = default_section.PAGE
+        design.write_text(default_section.filled(design.read_text(), Results(options.results)))
     print(f"{options.out}: {text.count(NOT_RUN)} places are not run yet")
     silent = [section.__name__ for section in SECTIONS if not _notes(section.__name__).exists()]
     if silent:

@@ -46,7 +46,7 @@ def noise(read: Results) -> str:
         "Paired runs of `noise` (experiments/noise/README.md): all runs of a seed begin with the same values and "
         "see the same batches, and only the averaging of gradients differs. The promise: zero-mean noise; its "
         "share (the sum of its squares over that of the averaged gradient, over all parameters of the step) is at"
-        " most the budget b on average over steps, and no step is above 2 b. In the local quadratic model this "
+        f" most the budget b on average over steps. {_shares(rows, tasks)} In the local quadratic model this "
         "costs at most a share b more steps; where sampling noise dominates, that equals a batch smaller by "
         "1/(1+b) at the same learning rate.",
         "*At 1 %*: held-out loss against plain's, in per cent of plain's, by a slope through the origin over the "
@@ -76,6 +76,26 @@ def noise(read: Results) -> str:
                 "training loss, %"]  # fmt: skip
         parts.append(table(head, _lines(own, task)))
     return "\n\n".join([*parts, *_promise(read("noise/promise.csv"))])
+
+
+def _shares(rows: list[Row], tasks: list[str]) -> str:
+    """What the share was at a budget of 1 %, and in which tasks a step had more than twice that."""
+    own = {task: of(rows, task=task, row="noise 1 %") for task in tasks}
+    means = [100 * float(row["share"]) for found in own.values() for row in found]
+    worst = {task: sorted(100 * float(row["worst_share"]) for row in found) for task, found in own.items() if found}
+    above = {task: steps for task, steps in worst.items() if steps[-1] > 2}
+    others = [step for task, steps in worst.items() if task not in above for step in steps]
+    text = (
+        f"At 1 % it was {min(means):.2f} to {max(means):.2f} % in these runs, and {min(others):.1f} to "
+        f"{max(others):.1f} % in their worst steps"
+    )
+    for task, steps in above.items():
+        text += f", but {', '.join(f'{step:.1f}' for step in steps[:-1])} and {steps[-1]:.1f} % in those of `{task}`"
+    return (
+        f"{text}. A step is above 2 b where few directions carry the gradient and the ranks' gradients cancel each "
+        "other in them: then the averaged gradient is small while each rank's own, from which the level follows, is "
+        "not. `stats()` warns when a step is."
+    )
 
 
 def _promise(rows: list[Row]) -> list[str]:

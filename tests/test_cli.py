@@ -22,6 +22,7 @@ from gradzip.cli import doctor, table
 from gradzip.cli.samples import append_csv
 from gradzip.codecs import REGISTRY, parse
 from gradzip.errors import EngineError
+from gradzip.hooks import default
 
 
 def _commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -109,6 +110,7 @@ def test_codecs_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["codecs"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in REGISTRY)
+    assert f"attach(model, optimizer) takes {default.in_words()}" in " ".join(out.split())
 
 
 # -- doctor ----------------------------------------------------------------------------------------------------------
@@ -166,6 +168,20 @@ def test_doctor_catches_an_engine_that_codes_differently(
     assert _statuses(capsys)["engine native"]["status"] == "broken"
 
 
+def test_doctor_names_the_default_codec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = default.in_words()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cli.main(["doctor", "--json"])
+    assert _statuses(capsys)["default codec"]["found"] == rule
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
+    assert doctor._default()["found"] == (
+        "on GPUs gcomp; gcomp:mode=lossless without an optimizer, as noise cannot be sent: this is torch 2.7.1: "
+        "install torch 2.8 or newer"
+    )
+
+
 def test_doctor_reads_the_override(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADZIP_ENGINE", "reference")
     cli.main(["doctor", "--json"])
@@ -180,7 +196,7 @@ def test_doctor_reads_the_override(capsys: pytest.CaptureFixture[str], monkeypat
     [
         (False, True, "2.9.0", "absent not used: it carries gradients of models on GPUs"),
         (True, False, "2.9.0", "absent not used: this torch is built without NCCL, which carries it"),
-        (True, True, "2.7.1+cu126", "absent not used: install torch 2.8 or newer"),
+        (True, True, "2.7.1+cu126", r"absent not used: this is torch 2.7.1\+cu126: install torch 2.8 or newer"),
         (True, True, "2.10.0", "ok carries cast, fp8, .* from GPU to GPU, by the process group's NCCL 2.27.3"),
     ],
 )

@@ -88,7 +88,7 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_what_is_said_of_sizes_and_errors_is_measured() -> None:
-    """keep=7 has BF16's error at two thirds of its bytes; the default sends about half."""
+    """keep=7 has BF16's error at two thirds of its bytes; near mode sends about half."""
     rows = {row["codec"]: row for row in reversed(_rows("bench/results/cpu_codec.csv"))}
     for error in ("max_error", "l2_error"):
         assert float(rows["gcomp:keep=7"][error]) <= float(rows["cast"][error])

@@ -6,6 +6,7 @@ import csv
 import importlib
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from workers.pictures import ResNet18  # noqa: E402
 from workers.running import FIELDS, Run  # noqa: E402
 
 from gradzip.errors import Unsupported  # noqa: E402
+from gradzip.hooks import default  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,35 @@ def test_the_page_follows_the_results(results: ModuleType) -> None:
     assert results.PAGE.read_text() == results.page(results.Results(FOLDER)), "run python experiments/make_results.py"
     for name, draw in results.PICTURES.items():
         assert (results.DOCS / name).read_text() == draw(results.Results(FOLDER)), "the same command writes it"
+    design = results.default_section.PAGE.read_text()
+    assert results.default_section.filled(design, results.Results(FOLDER)) == design, "the same command writes it"
+
+
+def test_the_default_is_what_the_runs_allow(results: ModuleType) -> None:
+    """Each budget that attach takes costs less than the limit in every task of its optimizer, and is the largest."""
+    section, rows = results.default_section, results.Results(FOLDER)("noise/results.csv")
+    taken = {kind.__name__: policy for kind, policy in default._PROVED.items()}
+    for task in section.tasks(rows):
+        optimizer = section.OPTIMIZERS.get(task, "AdamW")
+        if optimizer not in taken:  # an older torch
+            continue
+        budget = "0.3 %" if taken[optimizer] == "noise:share=0.3%" else "1 %"
+        assert section.cost(rows, task, budget).upper < section.analysis.LIMIT
+        if budget == "0.3 %":
+            assert section.cost(rows, task, "1 %").upper >= section.analysis.LIMIT
+
+
+def test_worst_steps_are_those_of_the_runs(results: ModuleType) -> None:
+    """The text of the codec's card, which no command writes."""
+    section = results.default_section.noise_section
+    said = section._shares(results.Results(FOLDER)("noise/results.csv"), list(section.TITLES))
+    card = (results.DOCS / "codecs.md").read_text()
+    steps = re.search("it was (.*) to (.*) % in these runs, and (.*) to (.*) % in their", said)
+    assert steps is not None
+    assert "{} to {} % at b = 1 %. In the worst steps it was {} to {} %, but".format(*steps.groups()) in card
+    above = re.search("but (.*) and (.*) % in those of `sst2`", said)
+    assert above is not None
+    assert "but {} and {} % where MiniLM is fine-tuned on SST-2".format(*above.groups()) in card
 
 
 def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:

@@ -92,6 +92,15 @@ def other_codecs(state: dict[str, Any]) -> None:
     state["codecs"] = torch.tensor(list(words), dtype=torch.uint8)
 
 
+def state_of_another_codec() -> None:
+    """Of the default in older versions, under today's."""
+    loop = Loop(Fixed("gcomp"))
+    loop.step()
+    state = loop.handle.state_dict()
+    loop.handle.detach()
+    Loop(None).handle.load_state_dict(state)
+
+
 def strange_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Rprop(parameters)
 
@@ -253,6 +262,7 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
     "the state's": lambda rank: other_state(lambda state: state.update(steps=-1)),
     "this state has version": lambda rank: other_state(lambda state: state.update(version=99)),
     "the state was saved by": lambda rank: other_state(lambda state: state.update(world_size=3)),
+    "the state is of another codec": lambda rank: state_of_another_codec(),
     "the state is of another model": lambda rank: other_state(other_codecs),
     "entries that rank": lambda rank: other_state(one_entry_less),
     "near mode: the optimizer's": lambda rank: said_by_near_mode(

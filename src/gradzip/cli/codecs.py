@@ -9,6 +9,7 @@ import torch
 
 from ..codecs import REGISTRY, Codec, parse
 from ..errors import Unsupported
+from ..hooks import default
 from .table import Column, Commands, Row, add_json, command, show, yes_no
 
 SIZE = 1 << 20  # values of the tensor that the cost is given for
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         f"bits per value: of {SIZE} float32 values, with the options shown; <= where they depend on the values",
         "all that lose something also have feedback=auto|true|false|bf16|cpu: whether and where that is kept",
         "summable: frames are averaged without decoding them",
+        f"attach(model, optimizer) takes {default.in_words()}",
         "write a codec as name:option=value,option=value, for example gcomp:keep=7,round=truncate",
     ]
     show("codecs", _COLUMNS, rows, notes, as_json=args.json)

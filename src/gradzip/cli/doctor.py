@@ -20,7 +20,8 @@ from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
 from ..exchange.codecs import stream_codec
 from ..exchange.on_stream import factors
-from ..exchange.on_stream.runner import OLDEST_TORCH
+from ..exchange.on_stream import runner as on_stream
+from ..hooks import default
 from .table import Column, Commands, Row, add_json, command, show
 
 _ORDER = ("broken", "ok", "absent")
@@ -92,6 +93,7 @@ def checks() -> Iterator[Row]:
         yield _engine(name)
     yield _gpu()
     yield _packing()
+    yield _default()
     yield _stream_runner()
     yield _host_runner()
     yield _override()
@@ -168,15 +170,27 @@ def _override() -> Row:
     return _found("GRADZIP_ENGINE", found, "ok" if known else "broken")
 
 
+def _default() -> Row:
+    """What attach takes where no codec is named."""
+    reason = _reason_against_streams() if torch.cuda.is_available() else None
+    if reason is None:
+        return _found("default codec", default.in_words())
+    return _found("default codec", f"on GPUs {default.in_words(streams=False)}, as noise cannot be sent: {reason}")
+
+
+def _reason_against_streams() -> str | None:
+    if not dist.is_nccl_available():
+        return "this torch is built without NCCL, which carries it"
+    return on_stream.reason_against_torch()
+
+
 def _stream_runner() -> Row:
     """Whether gradients of GPU models can stay on the GPU, and by which codecs."""
     what = "stream runner"
     if not torch.cuda.is_available():
         return _found(what, "not used: it carries gradients of models on GPUs", "absent")
-    if not dist.is_nccl_available():
-        return _found(what, "not used: this torch is built without NCCL, which carries it", "absent")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        return _found(what, f"not used: install torch {'.'.join(map(str, OLDEST_TORCH))} or newer", "absent")
+    if (reason := _reason_against_streams()) is not None:
+        return _found(what, f"not used: {reason}", "absent")
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return _found(what, f"carries {_by_streams()} from GPU to GPU, by the process group's NCCL {version}")
 

@@ -22,15 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..codecs import Codec
 from ..errors import Unsupported, nearest
+from ..exchange.on_stream import runner as on_stream
 from ..exchange.peers import channel, transports
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy
 from ..sensitivity.survey import unwrap
-from . import settings
+from . import default, settings
+from .default import Default
 from .disabled import Disabled
 from .handle import Handle
 from .settings import CHECK, checks_results
+from .ways import parameter_names
 
 SWITCH = "GRADZIP"  # off: attach does nothing
 POLICY = "GRADZIP_POLICY"  # a codec's text form, auto, or the path of a plan.json: used instead of what the code says
@@ -59,8 +62,9 @@ def attach(
 ) -> Handle:
     """Compresses the gradients of a DDP model from its next backward on. Call it on all ranks.
 
-    The policy is a codec's text form such as "powersgd:rank=2", a Codec, an Option or a Policy. The default is
-    "gcomp", which sends the bits that the optimizer can feel; without an optimizer it is "gcomp:mode=lossless".
+    The policy is a codec's text form such as "powersgd:rank=2", a Codec, an Option or a Policy. The default is "noise"
+    with Adam, AdamW and SGD, "noise:share=0.3%" with Muon, and "gcomp" (near-lossless) otherwise; without an optimizer
+    it is "gcomp:mode=lossless" (hooks/default.py).
     A list of optimizers is one for each part of the model; a parameter's rules come from the one that holds it.
     `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
     first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
@@ -76,14 +80,16 @@ def attach(
     ddp = _unwrapped(model)
     _check(ddp)
     optimizers = _optimizers(optimizer)
-    _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport)
+    taken = _default(ddp, optimizers) if policy is None and not os.environ.get(POLICY, "").strip() else None
+    _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport, taken)
     if _switched_off():
         return Disabled()
     policy = _from_environment() or policy
-    if policy is None:
-        policy = "gcomp" if optimizers else "gcomp:mode=lossless"
     arguments: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
     arguments["transport"] = transport
+    if taken is not None:
+        policy, arguments["default"] = taken.policy, taken
+    assert policy is not None
     if isinstance(policy, str) and policy.partition(":")[0] == "auto":
         return _automatic(ddp, optimizers, policy, arguments)
     return _attached(ddp, optimizers, as_policy(policy), arguments)
@@ -193,6 +199,16 @@ def _check(model: DistributedDataParallel) -> None:
         )
 
 
+def _default(model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]) -> Default | None:
+    """What is taken where no policy is named; None where this process leaves the model as it is."""
+    if _switched_off():
+        return None
+    names = {p: name for p, name in parameter_names(model).items() if p.requires_grad}
+    device = next((p.device for p in names if p.device.type == "cuda"), None)
+    reason = None if device is None else on_stream.reason_against(model.process_group, device)
+    return default.choose(optimizers, names, reason)
+
+
 def _switched_off() -> bool:
     word = os.environ.get(SWITCH, "").strip().lower()
     if word not in ("", "on", "off"):
@@ -207,6 +223,7 @@ def _compare_settings(
     timeout: timedelta | None,
     heartbeat: timedelta | None,
     transport: str | None,
+    taken: Default | None,
 ) -> None:
     """Policies themselves are compared with every step; these settings decide whether ranks meet there at all."""
     alike = {
@@ -219,6 +236,7 @@ def _compare_settings(
         "heartbeat=": str(heartbeat or ""),
         "scaler=": type(scaler).__name__ if scaler is not None else "",
         "policy=": policy if isinstance(policy, str) and policy.partition(":")[0] == "auto" else "",
+        "the default": "" if taken is None else taken.words,
     }
     settings.compare(model.process_group, alike, timeout or channel.TIMEOUT)
 

@@ -37,13 +37,14 @@ from ..exchange.topology import Topology
 from ..feedback import Memory, Value
 from ..option import Option
 from ..plan import Plan
-from ..policy import Adaptive, Policy, as_policy
+from ..policy import Adaptive, Policy, as_policy, small
 from ..sensitivity.shape import SecondMoments
 from ..sensitivity.survey import fetch
 from . import report, runners
 from .assumptions import Assumptions
 from .buckets import Buckets
 from .checkpoint import read_checkpoint, read_codecs, resume
+from .default import Default
 from .early_fetch import EarlyFetch
 from .metrics import Metrics, Writer
 from .noise import NoiseShare
@@ -76,13 +77,16 @@ class Handle:
         timeout: timedelta | None = None,
         heartbeat: timedelta | None = None,
         transport: str | None = None,
+        default: Default | None = None,
     ) -> None:
+        """`default`: why this policy, where the user named none."""
         self.error: BaseException | None = None  # why the exchange stopped; backward raises it as a RuntimeError
         self._model = weakref.ref(model)
         self._names = parameter_names(model)
         self._buckets = Buckets(self._names)
         self._device = next(iter(self._names)).device if self._names else torch.device("cpu")
         self._optimizers, self._scaler, self._policy = optimizers, scaler, policy
+        self._default = default
         self._learns = isinstance(policy, Adaptive)
         group = model.process_group
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -137,7 +141,8 @@ class Handle:
         self._early_fetch = EarlyFetch(model, self._numbers) if self._device.type == "cuda" else None
         self._journal = report.Journal(self._channel.rank != 0, self._stats_now, self._look)
         if self._channel.rank == 0:
-            report.say(self._ways.described(policy, self._channel.world))
+            why = "" if default is None else f". {default.sentence}"
+            report.say(f"{self._ways.described(policy, self._channel.world)}{why}")
             if unheld := self._ways.unheld():
                 report.say(report.in_no_optimizer(unheld))
 
@@ -185,6 +190,7 @@ class Handle:
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
+        self._default = None
         self._learns = isinstance(chosen, Adaptive)
 
     def trace(self, path: str | Path, steps: int = 2) -> None:
@@ -410,10 +416,11 @@ class Handle:
             name = sorted(had.keys() ^ ways.keys())[0]
             problem = f"another model: {name!r} is a parameter of {'that' if name in had else 'this'} one alone"
         elif differing := [name for name, way in ways.items() if way.codec.name != had[name]]:
-            name = differing[0]
+            name = next((each for each in differing if not small(shapes[each])), differing[0])
             problem = (
-                f"another codec: {name!r} had {had[name]} and has {ways[name].codec.name} now. "
-                "Attach with the policy that it was saved under, load it, then call set_policy"
+                f"another codec: {name!r} had {had[name]} and has {ways[name].codec.name} now"
+                f"{'' if self._default is None else f', by default ({self._default.words})'}. Attach with the policy "
+                f"that it was saved under, such as {had[name]!r}, load it, then call set_policy"
             )
         else:
             return

@@ -106,6 +106,11 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None
             f"the process group's backend for GPUs is {backend}, and GPU models on such groups are not supported yet: "
             "use init_process_group('nccl')"
         )
+    return reason_against_torch()
+
+
+def reason_against_torch() -> str | None:
+    """Why this torch cannot run messages on streams, and what to do; None: it can."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
         return f"this is torch {torch.__version__}: install torch {'.'.join(map(str, OLDEST_TORCH))} or newer"
