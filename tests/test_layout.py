@@ -97,8 +97,6 @@ def test_imports_point_down(path: Path) -> None:
 
 USE_COLLECTIVES = {  # what is left to change when it goes; models on CPUs load none of it
     "hooks/runners.py",
-    "planner/measure/coding.py",
-    "planner/measure/pipeline.py",
 }
 
 

@@ -10,26 +10,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
-from ranks import free_port
+from ranks import free_port, run_ranks
 from torch import nn
 
 from gradzip import cli, wire
 from gradzip.codecs import Context, parse
 from gradzip.engines import noise_layout
 from gradzip.exchange.codecs import message_codec
-from gradzip.exchange.coding import Message, Values
+from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.program import Communicate
 from gradzip.exchange.topology import Topology as Ranks
+from gradzip.feedback import Memory
 from gradzip.planner import answer as answers
 from gradzip.planner import inject_folder
 from gradzip.planner.answer import Request, answer
 from gradzip.planner.choices import Limits
-from gradzip.planner.measure import Settings, coding
-from gradzip.planner.measure import messages as sending
+from gradzip.planner.measure import Settings, coding, mirror
+from gradzip.planner.measure import noise as of_noise
 from gradzip.planner.network import Topology
 from gradzip.planner.profile import Profile
 from gradzip.routes import NAMED
@@ -143,7 +145,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast", "topk", "powersgd:rank=2", "noise"]
+    "text",
+    ["gcomp", "gcomp:mode=lossless", "gcomp:ulps=256", "cast", "topk", "powersgd:rank=2", "noise", "sign", "randomk"],
 )
 def test_codecs_are_timed_through_the_runtime(text: str) -> None:
     """In the mirror all ranks send the same: the mean is the gradient itself, as far as the codec keeps it."""
@@ -176,7 +179,7 @@ def test_frames_of_noise_are_as_large_as_those_of_an_exchange(kind: type[torch.o
     optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
     parameter.grad = torch.randn(64, 512) * torch.logspace(-2, 2, 512)
     optimizer.step()
-    shapes = sending.Shapes(optimizer, {parameter: "x"}).of(["x"])
+    shapes = of_noise.Shapes(optimizer, {parameter: "x"}).of(["x"])
     assert (shapes[0] is None) == (kind is torch.optim.SGD)
     codec = message_codec(parse("noise"))
     assert codec is not None
@@ -206,34 +209,49 @@ def test_messages_that_stand_for_those_of_others_end_as_their_mean() -> None:
     """All ranks have the same gradient: what comes back is that, with little noise."""
     torch.manual_seed(0)
     given = torch.randn(1024).repeat(4)
-    codec = message_codec(parse("noise:share=0.1%"))
-    assert codec is not None
-    topology = Ranks(0, tuple((rank,) for rank in range(4)))
-    program = compile_route(codec.text, NAMED["alltoall"], ["x"], [4096], torch.float32, topology, True)
-    values = Values([given.clone()])
-    stages = sending._Sending(program, codec, values, Message(["x"], torch.float32, 0, 4, 3)).stages()
+    sent = [given.clone()]
+    stand = mirror.Stand(parse("noise:share=0.1%"), "cpu", torch.device("cpu"), 4)
+    stages = stand.sender(sent, [Context("x", world=4)], Memory(0))()
     assert len(stages) == 3
-    off = (values.tensors[0] - given).square().mean() / given.square().mean()
+    off = (sent[0] - given).square().mean() / given.square().mean()
     assert 0 < off < 0.004
 
 
 def test_values_cost_something_whatever_frames_seem_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured while the machine did other things makes each frame dearer than a whole message."""
-    monkeypatch.setattr(coding.Stand, "stages", lambda self, tensors, contexts: [1e-4 * len(tensors) ** 2] * 3)
+    monkeypatch.setattr(mirror.Stand, "stages", lambda self, tensors, contexts: [1e-4 * len(tensors) ** 2] * 3)
     for text in ("cast", "topk"):
-        stand = coding.Stand(parse(text), "cpu", torch.device("cpu"), 4)
+        stand = mirror.Stand(parse(text), "cpu", torch.device("cpu"), 4)
         for curve in coding._curves(stand, "x", torch.randn(8192), None):
             assert all(seconds > 0 for _, seconds in curve.points)
             assert curve.line.at(1e6) > 0
 
 
 def test_the_mirror_gives_back_what_it_is_sent() -> None:
-    stand = coding.Stand(parse("gcomp:mode=lossless"), "cpu", torch.device("cpu"), 4)
-    values = torch.randn(1000).repeat(4)
+    stand = mirror.Stand(parse("gcomp:mode=lossless"), "cpu", torch.device("cpu"), 4)
+    values = torch.randn(1024).repeat(4)
     sent = [values.clone()]
-    stages = stand._send(sent, [Context("x", world=4)])
+    stages = stand.sender(sent, [Context("x", world=4)], Memory(0))()
     assert len(stages) == 3
     assert torch.equal(sent[0], values)
+
+
+def reflected(rank: int, text: str) -> tuple[list[float], bool]:
+    """What the mirror gives back to chunks on a device, for which a stand-in with late copies is taken."""
+    fake_gpu.install()
+    stand = mirror.Stand(parse(text), "gpu", torch.device("cpu"), 4)
+    values = torch.randn(256).repeat(4)
+    sent = [values.clone()]
+    stages = stand.sender(sent, [Context("x", world=4)], Memory(0))()
+    return stages, torch.equal(sent[0], values)
+
+
+@pytest.mark.parametrize(("text", "stages"), [("gcomp:mode=lossless", 3), ("topk:ratio=1,feedback=false", 2)])
+def test_the_mirror_gives_back_what_a_device_sends(text: str, stages: int) -> None:
+    ((times, same),) = run_ranks(1, reflected, text)
+    assert len(times) == stages
+    assert min(times) > 0
+    assert same
 
 
 def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
     install     patches DistributedDataParallel and the optimizers' step, in every rank (see ../inject)
     record      when gradients become ready, and how long forward, backward and the optimizer take
     coding      what codecs cost, and save, on the script's own gradients
-    messages    the same for codecs that code whole messages
+    mirror      the host runner without the other ranks, for that
+    rounds      codecs of several rounds
+    noise       what is different with noise
     wire        what collectives cost on the script's own ranks
-    pipeline    what the runtime's threads cost
+    threads     what the runner's threads cost
 
 All ranks count their optimizer steps, so all of them start the benchmarks at the same one.
 """
@@ -29,8 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..profile import Profile
 from .coding import measure_codecs, measure_copies
-from .pipeline import measure_chunk
 from .record import Recorder
+from .threads import measure_chunk
 from .wire import measure_network, own_group
 
 VARIABLE = "GRADZIP_PROFILE"

@@ -1,12 +1,7 @@
-"""What codecs cost and save on real gradients: messages that go through the runtime's own jobs, on all ranks at once.
+"""What codecs cost and save on real gradients: messages that the host runner takes, on all ranks at once.
 
 What a rank sends first is its own gradient, before it is averaged; what it sends then is a mean. These may differ much:
 of gradients from BF16 arithmetic half of the bits are 0, of their mean none.
-
-Codecs that code tensor by tensor are measured here, those of whole messages in messages.py. Other ranks are played by a
-mirror, which sends what this one sends. So everything counts that the runtime does around a codec's calls (buffers,
-sums, error feedback, the look for NaN), and nothing of the wire. On the CPU it is counted in seconds of a core, which
-other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,26 +20,21 @@ from ... import sensitivity, wire
 from ...codecs import Codec, Context, parse
 from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
-from ...collectives import message
-from ...collectives.coder import cuttable
-from ...collectives.layout import PART
-from ...collectives.terms import AllReduce, Exchange, Parts
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
-from ...exchange.codecs import fills_frames, route_of
+from ...exchange.codecs import fills_frames
+from ...exchange.coding import MessageCodec
 from ...exchange.flattening import flatten
-from ...exchange.peers.buffers import Buffers
-from ...exchange.topology import Topology
-from ...feedback import Memory, clean_name
-from ...routes import NAMED
+from ...feedback import clean_name
 from ..profile import CodecCost, Curve
-from .messages import MessageStand, Shapes, as_sent
+from . import rounds
+from .mirror import ROUNDS_ON_GPU, STEP, Stand
+from .noise import Shapes, as_sent
 
-SIZES = (1 << 12, 1 << 16, PART)  # values that each rank gets of a chunk
-SIZES_ON_GPU = (*SIZES, 2 * PART)  # it takes more to tell what a GPU codes from what it is told
+SIZES = (1 << 12, 1 << 16, MessageCodec.chunk)  # values that each rank gets of a chunk
+SIZES_ON_GPU = (*SIZES, 2 * MessageCodec.chunk)  # it takes more to tell what a GPU codes from what it is told
 MOST = max(SIZES_ON_GPU)
 MANY, SMALL = 16, 1 << 10  # tensors of a chunk that has many, and the values of each that a rank gets
-ROUNDS, ROUNDS_ON_GPU = 3, 9  # a GPU that ranks share lets one of them wait now and then
 _FRAMES_AT_MOST = 0.9  # of a message's time is that of frames: noise must not make values cost nothing
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
@@ -116,7 +106,7 @@ def _of_messages(
 ) -> CodecCost:
     """A codec that codes whole messages. What the headers of its frames take, a message has once."""
     if any(g.is_cuda for _, _, g in gradients):
-        raise Unsupported("what it costs on a GPU is not measured yet")
+        raise Unsupported("it goes by streams on a GPU, and what it costs there is not measured yet")
     ratios, sums = dict[str, float](), dict[str, float]()
     average = {name: mean for name, _, mean in means}
     shapes = Shapes(optimizer, {parameter: name for name, parameter, _ in gradients})
@@ -128,7 +118,7 @@ def _of_messages(
             found[name] = values.numel() * values.element_size() / max(size, 1)
     name, parameter, gradient = max(gradients, key=lambda item: item[2].numel())
     flat, shape = flatten(gradient, parameter)[:MOST], shapes.of([name])[0]
-    encode, decode = _curves(MessageStand(codec, world), name, flat, None, shape)
+    encode, decode = _curves(Stand(codec, "cpu", flat.device, world), name, flat, None, shape)
     each = shapes.seconds_per_value / gradient.element_size()  # all shapes are renewed before the first encode
     encode = Curve(tuple((size, seconds + each * size) for size, seconds in encode.points), encode.frame_s)
     return CodecCost(codec, _overall(gradients, ratios), {"cpu": encode}, {"cpu": decode}, ratios, False, sums)
@@ -163,96 +153,11 @@ def _ratios(
     return found
 
 
-# -- through the runtime -----------------------------------------------------------------------------------------------
-
-
-class _Mirror:
-    """What a message needs of a channel. Every other rank sends what this one does."""
-
-    def __init__(self, world: int, device: torch.device) -> None:
-        self.world, self.device, self.rank = world, device, 0
-        self.topology = Topology(0, tuple((rank,) for rank in range(world)))
-        self.groups = self.topology.groups()
-        self.buffers = Buffers(pinned=device.type == "cuda")
-        self.pipeline = self
-        self.sent = 0
-        self.waited = 0.0  # seconds that do not count
-
-    def carries(self, size: int) -> bool:
-        """Frames are made in the host's memory, as for Gloo."""
-        return False
-
-    def exchange(self, job: Any, wanted: Exchange | AllReduce) -> Parts:
-        """Copies, as what comes from others does not lie where this rank has just written."""
-        begun = _clock(self.device)
-        if isinstance(wanted, AllReduce):
-            parts: Parts = [wanted.tensor]
-            self.sent += wanted.tensor.numel() * wanted.tensor.itemsize
-        else:
-            sent = next(part for part in wanted.send if part is not None)
-            assert wanted.most is not None
-            self.sent += sent.numel()
-            parts = [wanted.send[0], *(_copy(sent, size or 0) for size in wanted.most[1:])]
-        self.waited += _clock(self.device) - begun
-        return parts
-
-
-def _copy(part: torch.Tensor, size: int) -> torch.Tensor:
-    """So many bytes that begin with these, as messages arrive in buffers that may be longer."""
-    buffer = torch.zeros(size, dtype=torch.uint8, device=part.device)
-    buffer[: part.numel()] = part[:size]
-    return buffer
-
-
-class Stand:
-    """Sends messages of one codec, coded on one device, to the mirror."""
-
-    grain = 1  # values: each rank gets a multiple of it
-
-    def __init__(self, codec: Codec, device: str, place: torch.device, world: int) -> None:
-        self.codec, self.place, self.world = codec, place, world
-        route = route_of(codec, None if codec.rounds > 1 else "alltoall" if cuttable(codec) else "allgather")
-        self.route = str(NAMED[route].on(device)) if device == "gpu" and route in NAMED else route
-        self.contributions = 1 if route == "alltoall" else world  # that the last stage decodes
-        self.mirror, self.memory = _Mirror(world, place), Memory(0)
-
-    def stages(self, tensors: Sequence[torch.Tensor], contexts: list[Context]) -> list[float]:
-        """Seconds of each stage: the median of some messages, the second of which has residuals to add."""
-        self.memory = Memory(0)
-        count = ROUNDS_ON_GPU if self.place.type == "cuda" else ROUNDS
-        rounds = [self._send([t.clone() for t in tensors], contexts) for _ in range(1 + count)][1:]
-        return [statistics.median(stage) for stage in zip(*rounds)]
-
-    def _send(self, tensors: list[torch.Tensor], contexts: list[Context]) -> list[float]:
-        whole = message.Message(self.codec, self.route, tensors, contexts, self.memory)
-        times: list[float] = []
-        for job, _ in message.jobs_of(whole, cast(Any, self.mirror)):
-            received: Parts | None = None
-            for stage in range(1000):
-                if stage == len(times):
-                    times.append(0.0)
-                self.mirror.waited, begun = 0.0, _clock(self.place)
-                try:
-                    wanted = job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
-                except StopIteration:
-                    break
-                finally:
-                    times[stage] += _clock(self.place) - begun - self.mirror.waited
-                received = self.mirror.exchange(job, wanted)
-            self.mirror.buffers.give(job.taken)
-        self.memory.commit()
-        return times
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.thread_time()
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
+# -- through the runner ------------------------------------------------------------------------------------------------
 
 
 def _curves(
-    stand: Stand | MessageStand, name: str, flat: torch.Tensor, floor: Any, shape: torch.Tensor | None = None
+    stand: Stand, name: str, flat: torch.Tensor, floor: Any, shape: torch.Tensor | None = None
 ) -> tuple[Curve, Curve]:
     """Encoding is the first stage of a message, decoding the last one."""
     world = stand.world
@@ -261,8 +166,7 @@ def _curves(
         """So many tensors, of which each rank gets so many values: the same ones, or the mirror would be wrong."""
         whole, floors = _filled(flat, values).repeat(world), _repeated(floor, values, world)
         shapes = None if shape is None else _filled(shape, values).repeat(world)
-        # Not a step that looks at gradients (codecs/local_lossless.py): the message that does not count does.
-        contexts = [Context(f"{name} {i}", step=3, world=world, floor=floors, shape=shapes) for i in range(tensors)]
+        contexts = [Context(f"{name} {i}", STEP, world=world, floor=floors, shape=shapes) for i in range(tensors)]
         first, *_, last = stand.stages([whole] * tensors, contexts)
         return first, last / stand.contributions
 
@@ -290,18 +194,16 @@ def _filled(flat: torch.Tensor, values: int) -> torch.Tensor:
 def _low_rank(codec: Codec, gradients: Sequence[Gradient], world: int) -> CodecCost:
     """All rounds together, without the averages; a third of it is charged before, between and after them."""
     device = "gpu" if gradients[0][2].is_cuda else "cpu"
-    stand = Stand(codec, device, gradients[0][2].device, world)
     ratios = {}
     for name, _, gradient in gradients:
-        stand.mirror.sent = 0
-        stand._send([gradient.clone()], [Context(name, world=world)])
-        ratios[name] = gradient.numel() * gradient.element_size() / max(stand.mirror.sent / 2 * world, 1)
+        averaged = rounds.averaged_bytes(codec, gradient, Context(name, world=world))
+        ratios[name] = gradient.numel() * gradient.element_size() / max(averaged, 1)
     matrices = sorted((g for g in gradients if g[2].dim() > 1), key=lambda g: g[2].numel()) or list(gradients)
     points = []
     for chosen in (matrices[:1], matrices[-1:], matrices):
         size = sum(g.numel() * g.element_size() for _, _, g in chosen)
         contexts = [Context(name, world=world) for name, _, _ in chosen]
-        points.append((float(size), sum(stand.stages([g for _, _, g in chosen], contexts))))
+        points.append((float(size), rounds.seconds(codec, [g for _, _, g in chosen], contexts)))
     curve = Curve(tuple(points))
     return CodecCost(codec, _overall(gradients, ratios), {device: curve}, {device: curve}, ratios)
 
