@@ -139,7 +139,7 @@ def train_simulated(
     return [value.cpu().clone() for value in model.state_dict().values()]
 
 
-on_gpus = partial(ExactWorkers, on_host=False)  # as models there exchange: tables are made on one
+by_tensor = partial(ExactWorkers, by_tensor=True)  # as tables are made
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_simulated_workers_are_real_ranks(name: str, real: dict[str, list[torch.
 
 @pytest.mark.parametrize(("name", "world"), [*((name, 4) for name in POLICIES), ("near-4096", 16), ("powersgd", 3)])
 def test_stacked_workers_are_exact_ones(name: str, world: int, single_thread: None) -> None:
-    exact = train_simulated(name, world, on_gpus)
+    exact = train_simulated(name, world, by_tensor)
     for here, there in zip(train_simulated(name, world, StackedWorkers, probe=True), exact):
         assert torch.equal(here, there)
 
@@ -178,7 +178,7 @@ def test_stacked_workers_are_exact_ones(name: str, world: int, single_thread: No
 def test_rank_1_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch, single_thread: None) -> None:
     """A library multiplies one matrix by a vector in another order than several at once."""
     monkeypatch.setitem(POLICIES, "rank 1", lambda: "powersgd:rank=1")
-    exact = train_simulated("rank 1", 4, on_gpus)
+    exact = train_simulated("rank 1", 4, by_tensor)
     for here, there in zip(train_simulated("rank 1", 4, StackedWorkers), exact):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
 

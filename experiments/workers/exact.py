@@ -1,11 +1,11 @@
 """The library's exchange for W ranks in one process: Backward, Message, Executor, Memory and codecs are the real ones.
 
-Only the wire is replaced, for models on CPUs and for those on GPUs (`on_host`). Each rank runs in a thread of its own
-through the code that it runs on a cluster, and where it would send bytes it leaves them for the others and waits until
-all have come. Everything is a function of the gradients: threads change nothing but the time it takes.
+Only the wire is replaced. Each rank runs in a thread of its own through the code of the host runner that it runs on a
+cluster, and where it would send bytes it leaves them for the others and waits until all have come. Everything is a
+function of the gradients: threads change nothing but the time it takes.
 
-What torch would add up itself (plain averaging, `cast/allreduce`) is added in the order of ranks here; Gloo and NCCL
-have an order of their own.
+What torch would add up itself (plain averaging) is added in the order of ranks here; Gloo and NCCL have an order of
+their own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any, cast
 
 import torch
 
-from gradzip.collectives import AllReduce, Exchange, Job, Parts
-from gradzip.collectives.backward import PipelineBackward
 from gradzip.exchange.backward import Attached, Backward
 from gradzip.exchange.gradients import Scheme
 from gradzip.exchange.outcome import Outcome
@@ -33,21 +31,28 @@ from gradzip.policy import Adaptive, Policy
 
 Gradients = Mapping[str, torch.Tensor]
 PATIENCE = 300.0  # seconds that a rank waits for the others
+# All ranks' frames go to all. Of messages that are dealt out in two groups the runner cuts none, and codes whole tensors;
+# each host has one rank here, so that it is the route "allgather".
+BY_TENSOR = "enc.cpu > ag.intra > ag.inter > dec.cpu"
 
 
 class _Meeting:
-    """Where ranks hand over what they send."""
+    """Where ranks add up what is sent as it is."""
 
     def __init__(self, world: int) -> None:
-        self.slots: list[Exchange | AllReduce | None] = [None] * world
+        self.slots: list[torch.Tensor | None] = [None] * world
         self._barrier = threading.Barrier(world, timeout=PATIENCE)
 
-    def swap(self, rank: int, wanted: Exchange | AllReduce, take: Callable[[list[Any]], Parts]) -> Parts:
-        self.slots[rank] = wanted
+    def sum(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """In the order of ranks."""
+        self.slots[rank] = tensor
         self._barrier.wait()
-        parts = take(list(self.slots))
-        self._barrier.wait()  # nobody goes on, and uses its buffers again, before all have taken theirs
-        return parts
+        first, *others = cast(list[torch.Tensor], self.slots)
+        total = first.clone()
+        for other in others:
+            total += other
+        self._barrier.wait()  # nobody goes on, and writes to its tensor, before all have read it
+        return total
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -80,7 +85,7 @@ class _Wire:
 
 @dataclass
 class _Gloo:
-    """One rank's end of the wire, as collectives/gloo.py has it."""
+    """One rank's end of the wire, as exchange/peers/gloo.py has it."""
 
     rank: int
     wire: _Wire
@@ -106,10 +111,11 @@ class _Pending:
     tag: int
     received: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def wait(self) -> None:
+    def wait(self, arrived: Callable[[int, torch.Tensor], None] = lambda rank, data: None) -> None:
         for source, buffer in self.into:
             data = self.gloo.wire.take((self.tag, source, self.gloo.rank))
             buffer[: data.numel()] = data
+            arrived(source, buffer)
 
 
 class _Watch:
@@ -117,58 +123,8 @@ class _Watch:
         """Nobody asks for a profile here."""
 
 
-class _Pipe:
-    """A pipeline that runs each job to its end when it is submitted, in the thread of its rank."""
-
-    def __init__(self, channel: _Channel, meeting: _Meeting) -> None:
-        self._channel, self._meeting = channel, meeting
-
-    def submit(self, job: Job, elsewhere: bool = False) -> None:
-        if elsewhere:
-            return self._agree(job)
-        received: Parts | None = None
-        while True:
-            try:
-                wanted = job.steps.send(received)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration:
-                break
-            received = self.exchange(job, wanted)
-        self._channel.buffers.give(job.taken)
-        job.done(job, None)
-
-    def _agree(self, job: Job) -> None:
-        """What all ranks say of the messages that the host runner carries."""
-        words = self._meeting.swap(self._channel.rank, job.agreement.what, lambda slots: slots)
-        assert len(set(words)) == 1, f"ranks do different things: {words}"
-        job.agreement.reached.set()
-
-    def end(self, job: Job) -> None:
-        job.done(job, None)
-
-    def exchange(self, job: Job, wanted: Exchange | AllReduce) -> Parts:
-        rank, world = self._channel.rank, self._channel.world
-        if isinstance(wanted, AllReduce):
-            job.bytes_sent += 2 * (world - 1) * wanted.tensor.numel() * wanted.tensor.itemsize // world
-            return self._meeting.swap(rank, wanted, _sum)
-        group = self._channel.groups[wanted.where]
-        job.bytes_sent += sum(p.numel() for i, p in enumerate(wanted.send) if p is not None and i != group.rank)
-
-        def take(slots: list[Any]) -> Parts:
-            sent = [cast(Exchange, slots[other]).send[group.rank] for other in group.ranks]
-            return [None if part is None else part.clone() for part in sent]
-
-        return self._meeting.swap(rank, wanted, take)
-
-
-def _sum(slots: list[Any]) -> Parts:
-    total = slots[0].tensor.clone()
-    for other in slots[1:]:
-        total += other.tensor
-    return [total]
-
-
 class _Channel:
-    """What Backward and Message use of a channel."""
+    """What Backward and the host runner use of a channel."""
 
     error = None
 
@@ -176,29 +132,22 @@ class _Channel:
         self.rank, self.world, self.device = rank, world, device
         self.topology = Topology(rank, tuple((r,) for r in range(world)))
         self.groups = self.topology.groups()
-        self.buffers = Buffers()
-        self.pipeline, self.meeting = _Pipe(self, meeting), meeting
+        self.buffers, self.meeting = Buffers(pinned=device.type == "cuda"), meeting
         self.gloo, self.watch = _Gloo(rank, wire), _Watch()
         self.workers: list[Any] = []  # host runners
 
     def explained(self, error: BaseException) -> BaseException:
         return error
 
-    def carries(self, size: int) -> bool:
-        """Nothing goes from GPU to GPU."""
-        return False
 
-
-class _OnHost(Backward):
-    """A pass of a model on a CPU, but for what torch would add up."""
+class _Backward(Backward):
+    """A pass, but for what torch would add up."""
 
     channel: _Channel  # type: ignore[assignment]
 
     def _average(self, buffer: torch.Tensor, done: Callable[[Outcome], None]) -> None:
         buffer.mul_(1 / self.channel.world)
-        (total,) = self.channel.meeting.swap(self.channel.rank, AllReduce(buffer), _sum)
-        assert total is not None
-        buffer.copy_(total)
+        buffer.copy_(self.channel.meeting.sum(self.channel.rank, buffer))
         done(Outcome(bytes_sent=2 * (self.channel.world - 1) * buffer.nbytes // self.channel.world, collectives=1))
 
 
@@ -211,13 +160,13 @@ class ExactWorkers:
         optimizer: torch.optim.Optimizer | None,
         policy: Policy,
         world: int,
-        on_host: bool = True,
+        by_tensor: bool = False,
     ) -> None:
-        """`on_host`: by the host runner, as models on CPUs; else as models on GPUs.
+        """`by_tensor`: tensors are coded whole where they go by `allgather`, as tables are made.
 
-        The host runner codes each owner's part of a tensor by itself, so that top k and signs choose among its values.
+        A cluster codes each owner's part of a tensor by itself, so that top k and signs choose among its values.
         """
-        self._on_host = on_host
+        self._by_tensor = by_tensor
         names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
         self.world, self.step, self.bytes_sent = world, 0, 0  # bytes that rank 0 has sent
         self._parameters, self._optimizer, self._policy = names, optimizer, policy
@@ -231,8 +180,9 @@ class ExactWorkers:
     def mean(self, gradients: list[Gradients]) -> dict[str, torch.Tensor]:
         """What all ranks get for the gradients of each, by parameter name. Ends the step."""
         ways, adaptive = self._ways.of(self._policy, 1.0), isinstance(self._policy, Adaptive)
-        if not self._on_host:
-            ways = {name: replace(way, whole=None) for name, way in ways.items()}
+        if self._by_tensor:
+            all_gather = [name for name, way in ways.items() if way.route == "allgather"]
+            ways = {**ways, **{name: replace(ways[name], route=BY_TENSOR) for name in all_gather}}
         results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.world)]
         failures: list[BaseException] = []
 
@@ -278,8 +228,7 @@ class ExactWorkers:
             cast(Channel, self._channels[rank]), self._memories[rank],
             lambda done: (ended.append(done.totals), over.set()), _raise, learns=learns, books=self._books[rank],
         )  # fmt: skip
-        kind = _OnHost if self._on_host else PipelineBackward
-        backward = kind(self.step, 1.0, Scheme(ways), attached)
+        backward = _Backward(self.step, 1.0, Scheme(ways), attached)
         buffer = torch.cat([own[name].reshape(-1) for name in ways])
         named, at = [], 0
         for name in ways:

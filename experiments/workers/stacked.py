@@ -3,7 +3,8 @@
 Gradients of all W workers lie in one buffer of W rows. gcomp's modes and casts are arithmetic on it (rounding.py), and
 real frames are made at `probe` alone, which compares them with that arithmetic and gives their sizes. PowerSGD is the
 library's own `reduce`, called once with the matrices of all workers, whose averages add up rows in the order of ranks.
-Sparse codecs and signs select by the library's own functions, a row for each worker.
+Sparse codecs and signs select by the library's own functions, a row for each worker: among all values of a tensor, as
+in all tables, and not among those of each owner's part.
 
 Where a codec is linear (`linear`), one worker with the pictures of all stands for them: the mean of projections and of
 residuals is the projection and the residual of the mean gradient. Only rounding differs.
@@ -33,6 +34,7 @@ from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
 from gradzip.exchange.gradients import Way
+from gradzip.exchange.parts import Table
 from gradzip.exchange.topology import Topology
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy, Rules, small
@@ -190,10 +192,14 @@ class StackedWorkers:
                 for worker, exact in enumerate(self._exact.get(place.name, ())):
                     if exact:
                         decoded[worker, inner] = x[worker, inner]
+                if isinstance(codec, Cast) and codec.error_memory is None:
+                    for part in Table.of([place.name], [place.stop - place.start], [self.world]).parts:
+                        at = slice(inner.start + part.start, inner.start + part.stop)
+                        decoded[part.owner, at] = x[part.owner, at]  # who adds up rounds nothing of its own
             self._keep(codec, start, stop, decoded)
             _sum_rows(decoded, out)
             feeds, of_sums = codec.error_memory is not None, isinstance(codec, GComp) and codec.codes_sums
-            unit = 1.0  # what the sum's residual is kept in: see TensorCoder
+            unit = 1.0  # what the sum's residual is kept in, as by exchange/on_host/gcomp.py
             if not of_sums:
                 out.div_(self.world)
                 unit = 1 / self.world

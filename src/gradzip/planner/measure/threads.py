@@ -1,7 +1,7 @@
 """What the host runner's threads take for each chunk, beside coding and sockets: small messages on a channel.
 
-Without a GPU that is seconds of a core. Threads that wait for a GPU look again and again, which looks like work: there
-it is the time by which one message after the other comes through, less that of coding.
+Without a GPU that is seconds of a core. With one, where threads mostly wait for it, it is the time by which one message
+after the other comes through, less that of coding.
 """
 
 from __future__ import annotations
