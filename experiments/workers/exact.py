@@ -31,8 +31,8 @@ from gradzip.policy import Adaptive, Policy
 
 Gradients = Mapping[str, torch.Tensor]
 PATIENCE = 300.0  # seconds that a rank waits for the others
-# All ranks' frames go to all. Of messages that are dealt out in two groups the runner cuts none, and codes whole tensors;
-# each host has one rank here, so that it is the route "allgather".
+# All ranks' frames go to all. Messages that are dealt out in two groups the runner does not cut, so that it codes whole
+# tensors; each host has one rank here, so that it is the route "allgather".
 BY_TENSOR = "enc.cpu > ag.intra > ag.inter > dec.cpu"
 
 
