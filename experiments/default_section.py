@@ -16,9 +16,10 @@ BUDGETS = {"AdamW": ("1 %",), "SGD": ("1 %",), "Muon": ("1 %", "0.3 %")}
 
 
 def tasks(rows: list[Row]) -> list[str]:
-    """Those that count, and have pairs."""
+    """Those that count, and have pairs of two seeds or more: one pair bounds nothing."""
     counted = [task for task in noise_section.TITLES if task not in noise_section.UNUSABLE]
-    return [task for task in counted if analysis.slope(rows, task) is not None]
+    slopes = {task: analysis.slope(rows, task) for task in counted}
+    return [task for task, slope in slopes.items() if slope is not None and slope.slope.count > 1]
 
 
 def cost(rows: list[Row], task: str, budget: str) -> analysis.Interval:
