@@ -24,7 +24,8 @@ from .launch import StepCall
 
 NAME = "cuda"
 STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
-ENCODERS, OPENERS, MEASURERS, DECODERS = 128, 256, 128, 32  # threads of a group
+ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 32  # threads of a group
+_MEASURED = 4  # blocks of a group, as in noise.cuh
 _FEW_ENCODERS = 10  # groups per multiprocessor that registers must suffice for
 _CANDIDATES = len(NOTCHES)
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
@@ -187,7 +188,7 @@ class Measurer:
         )
         arguments = addressed(("tensors", "tiles", "squares", "marks"), self._kept, numbers)
         kernel = f"noise_measure<{float_name(tensors[0].dtype)}>"
-        self.call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
+        self.call = Call(device, kernel, -(-total // _MEASURED), MEASURERS, arguments)
 
     def run(self, step: int = 0) -> None:
         self.call(step)
@@ -203,7 +204,7 @@ class Shaper:
         self._kept = [to_device(rows, device), to_device(tiles, device), self._marks]
         arguments = addressed(("tensors", "tiles", "marks"), self._kept, Arguments(length=len(tiles)))
         groups = -(-len(tiles) // 4)
-        self._calls = [Call(device, name, groups, MEASURERS, arguments) for name in ("noise_exponents", "noise_shape")]
+        self._calls = [Call(device, name, groups, SHAPERS, arguments) for name in ("noise_exponents", "noise_shape")]
 
     def run(self) -> None:
         self._marks.zero_()

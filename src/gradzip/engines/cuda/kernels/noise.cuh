@@ -8,6 +8,7 @@ constexpr u32 kNoiseBlock = 8192, kNoiseRow = 128, kNoiseRows = 64, kNoiseLanes 
 constexpr u32 kFrameStart = 0x11015a47u;  // "GZ", version 1, codec 17
 constexpr u32 kNoiseHead = 16;        // bytes of a body's head
 constexpr u32 kSquares = 4096;        // terms of a block of the ordered sum
+constexpr u32 kAhead = 16;            // loads of a thread under way, in sums
 constexpr u32 kNarrowMost = 119;      // the largest |q| that is no giant in a class with 3 low bits or less
 constexpr u32 kWideClass = 28, kClasses = 48, kRawClass = 255;
 constexpr u32 kCandidates = 35;       // notches that an encoder tries
@@ -132,6 +133,11 @@ struct Values<Float32> {
     DEVICE float rounded(float v) { return v; }
     DEVICE float load(u64 values, u64 i) { return pointer<const float>(values)[i]; }
     DEVICE void store(u64 values, u64 i, float v) { pointer<float>(values)[i] = v; }
+    DEVICE bool pairs(u64 values) { return (values & 7) == 0; }  // whether two of them can be loaded at once
+    DEVICE void load_pair(u64 values, u64 i, float* v) {
+        float2 two = *(const float2*)(pointer<const float>(values) + i);
+        v[0] = two.x, v[1] = two.y;
+    }
     DEVICE void load_four(u64 values, u64 i, float* v) {
         const float* from = pointer<const float>(values) + i;
         if (((u64)from & 15) == 0) {
@@ -171,6 +177,11 @@ struct Halves {
     DEVICE float rounded(float v) { return Half<F>::value(Half<F>::bits(v)); }
     DEVICE float load(u64 values, u64 i) { return Half<F>::value(pointer<const u16>(values)[i]); }
     DEVICE void store(u64 values, u64 i, float v) { pointer<u16>(values)[i] = (u16)Half<F>::bits(v); }
+    DEVICE bool pairs(u64 values) { return (values & 3) == 0; }
+    DEVICE void load_pair(u64 values, u64 i, float* v) {
+        u32 two = *(const u32*)(pointer<const u16>(values) + i);
+        v[0] = Half<F>::value(two & 0xffff), v[1] = Half<F>::value(two >> 16);
+    }
     DEVICE void load_four(u64 values, u64 i, float* v) {
         const u16* from = pointer<const u16>(values) + i;
         if (((u64)from & 7) == 0) {
@@ -220,8 +231,13 @@ DEVICE double ordered_sum(double* terms, u64 count) {
         for (u64 g = 0; g < groups; g++) {
             u64 end = (g + 1) * kSquares < count ? (g + 1) * kSquares : count;
             double v = 0.0;
-#pragma unroll 8
-            for (u64 i = g * kSquares + lane; i < end; i += 32) v = v + __ldcg(terms + i);
+            for (u64 i = g * kSquares + lane; i < end; i += 32 * kAhead) {
+                double x[kAhead];  // all under way at once: a warp alone waits for memory, and 0 added changes nothing
+#pragma unroll
+                for (u32 j = 0; j < kAhead; j++) x[j] = i + 32 * j < end ? __ldcg(terms + i + 32 * j) : 0.0;
+#pragma unroll
+                for (u32 j = 0; j < kAhead; j++) v = v + x[j];
+            }
             v = halved(v);
             __syncwarp();
             if (lane == 0) terms[g] = v;
@@ -233,74 +249,100 @@ DEVICE double ordered_sum(double* terms, u64 count) {
     return __ldcg(terms);
 }
 
-// Statistics and levels of whole tensors: a warp for each block of terms. The last one of a tensor adds them up.
+// The level of a tensor from the sums of all its blocks, by a warp.
+DEVICE void finish_level(const Noise& a, u32 number) {
+    const NoiseTensor& t = pointer<const NoiseTensor>(a.tensors)[number];
+    u64* marks = pointer<u64>(a.marks) + 2 * number;
+    double all = ordered_sum(pointer<double>(a.squares) + t.first, (t.numel + kSquares - 1) / kSquares);
+    if (lane_id() != 0) return;
+    u64 sum_of_weights = __ldcg(marks), rest = __ldcg(marks + 1);
+    float level;
+    if (all == 0.0) level = rest >> 63 ? __uint_as_float(kCanonicalNan) : 0.0f;
+    else level = as_level((a.factor * all) / ((double)sum_of_weights / 16777216.0));
+    pointer<float2>(a.levels)[number] = make_float2(level, reciprocal(level));
+    if (a.sum_levels) {  // the host asks for the statistics
+        u64* told = pointer<u64>(a.sum_levels) + 3 * number;
+        memcpy(told, &all, 8);
+        told[1] = sum_of_weights;
+        told[2] = !(rest >> 63);
+    }
+    marks[0] = 0;
+    marks[1] = 0;
+}
+
+// Statistics and levels of whole tensors.
+// Half a warp for each block of terms, so that every thread has two of its 32 lanes: loads are as wide as lines of memory
+// and two sums do not wait for each other. The last half warp of a tensor adds up the sums of its blocks.
+constexpr u32 kMeasured = 4;  // blocks of a group
+
+struct Squares {  // of two lanes
+    double v[2];
+    bool finite;
+
+    __device__ void add(int lane, float x) {
+        bool fine = is_finite_float(x);
+        finite = finite && fine;
+        double wide = fine ? (double)x : 0.0;
+        v[lane] = __fma_rn(wide, wide, v[lane]);  // the product is exact
+    }
+    __device__ double halved() const {
+        double one = v[0], two = v[1];
+        for (int step = 8; step; step >>= 1) {
+            one = one + shuffled_double(one, step);
+            two = two + shuffled_double(two, step);
+        }
+        return one + two;
+    }
+};
+
 template <class F>
 DEVICE void noise_measure(const Args& args) {
     const Noise& a = noise_args(args);
-    u64 tile = (u64)blockIdx.x * 4 + warp_id();
-    if (tile >= a.length) return;
-    u32 lane = lane_id();
-    uint2 which = pointer<const uint2>(a.tiles)[tile];
+    u32 l = threadIdx.x % 16;
+    u64 tile = (u64)blockIdx.x * kMeasured + threadIdx.x / 16;
+    bool there = tile < a.length;
+    uint2 which = pointer<const uint2>(a.tiles)[there ? tile : 0];
     const NoiseTensor& t = pointer<const NoiseTensor>(a.tensors)[which.x];
     u64 start = (u64)which.y * kSquares, end = start + kSquares < t.numel ? start + kSquares : t.numel;
+    if (!there) end = start;
     const i8* shape = pointer<const i8>(t.shape);
-    double v = 0.0;
-    bool finite = true;
+    Squares sums = {{0.0, 0.0}, true};
     u64 weights = 0;
-    if (shape == 0 && end - start == kSquares) {
-#pragma unroll 16
-        for (u32 i = 0; i < kSquares; i += 32) {
-            float x = Values<F>::load(t.values, start + i + lane);
-            bool fine = is_finite_float(x);
-            finite = finite && fine;
-            double wide = fine ? (double)x : 0.0;
-            v = v + wide * wide;
+    if (shape == 0 && end - start == kSquares && Values<F>::pairs(t.values)) {
+        u64 values = t.values;
+#pragma unroll 1
+        for (u32 i = 2 * l; i < kSquares; i += 32 * kAhead) {
+            float x[kAhead][2];
+#pragma unroll
+            for (u32 j = 0; j < kAhead; j++) Values<F>::load_pair(values, start + i + 32 * j, x[j]);
+#pragma unroll
+            for (u32 j = 0; j < kAhead; j++) sums.add(0, x[j][0]), sums.add(1, x[j][1]);
         }
     } else {
 #pragma unroll 4
-        for (u64 i = start + lane; i < end; i += 32) {
-            float x = Values<F>::load(t.values, i);
-            bool fine = is_finite_float(x);
-            finite = finite && fine;
-            double wide = fine ? (double)x : 0.0;
-            v = v + wide * wide;
-            if (shape) weights += 1ull << 2 * (shape[i] + 12);
-        }
+        for (u64 i = start + 2 * l; i < end; i += 32)
+            for (u32 lane = 0; lane < 2 && i + lane < end; lane++) {
+                sums.add((int)lane, Values<F>::load(t.values, i + lane));
+                if (shape) weights += 1ull << 2 * (shape[i + lane] + 12);
+            }
     }
-    v = halved(v);
-    finite = !any(!finite);
-    if (shape)
-        for (int step = 16; step; step >>= 1) weights += __shfl_xor_sync(kAll, weights, step);
-    else weights = (end - start) << 24;
-    double* terms = pointer<double>(a.squares) + t.first;
-    u64* marks = pointer<u64>(a.marks) + 2 * which.x;
+    double v = sums.halved();
+    u32 flawed = __ballot_sync(kAll, !sums.finite) >> (lane_id() & 16) & 0xffff;
+    if (shape == 0) weights = l == 0 ? (end - start) << 24 : 0;
+    for (int step = 8; step; step >>= 1) weights += __shfl_xor_sync(kAll, weights, step);
     u64 blocks = (t.numel + kSquares - 1) / kSquares;
     u32 last = 0;
-    if (lane == 0) {
-        terms[which.y] = v;
+    if (l == 0 && there) {
+        u64* marks = pointer<u64>(a.marks) + 2 * which.x;
+        pointer<double>(a.squares)[t.first + which.y] = v;
         atomicAdd(marks, weights);
-        if (!finite) atomicOr(marks + 1, 1ull << 63);
+        if (flawed) atomicOr(marks + 1, 1ull << 63);
         __threadfence();
         last = (atomicAdd(marks + 1, 1ull) & 0x7fffffffffffffffull) == blocks - 1;
         __threadfence();
     }
-    if (!__shfl_sync(kAll, last, 0)) return;
-    double all = ordered_sum(terms, blocks);
-    if (lane == 0) {
-        u64 sum_of_weights = __ldcg(marks), rest = __ldcg(marks + 1);
-        float level;
-        if (all == 0.0) level = rest >> 63 ? __uint_as_float(kCanonicalNan) : 0.0f;
-        else level = as_level((a.factor * all) / ((double)sum_of_weights / 16777216.0));
-        pointer<float2>(a.levels)[which.x] = make_float2(level, reciprocal(level));
-        if (a.sum_levels) {  // the host asks for the statistics
-            u64* told = pointer<u64>(a.sum_levels) + 3 * which.x;
-            memcpy(told, &all, 8);
-            told[1] = sum_of_weights;
-            told[2] = !(rest >> 63);
-        }
-        marks[0] = 0;
-        marks[1] = 0;
-    }
+    for (int half = 0; half < 32; half += 16)
+        if (__shfl_sync(kAll, last, half)) finish_level(a, __shfl_sync(kAll, which.x, half));
 }
 
 // --- Shapes from second moments ------------------------------------------------------------------------------------------
