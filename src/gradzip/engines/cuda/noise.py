@@ -23,10 +23,10 @@ from ..noise_tables import LENGTHS, REACHES, THRESHOLDS
 from .launch import StepCall
 
 NAME = "cuda"
-STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
+SQUARES = 4096  # as in noise.cuh
 ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 32  # threads of a group
 _MEASURED = 4  # blocks of a group, as in noise.cuh
-_FEW_ENCODERS = 10  # groups per multiprocessor that registers must suffice for
+_FEW_ENCODERS = 8  # groups per multiprocessor that registers must suffice for
 _CANDIDATES = len(NOTCHES)
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
@@ -62,8 +62,8 @@ class Arguments(NamedTuple):
     blocks: int = 0
     levels: int = 0
     tables: int = 0
-    staging: int = 0
-    sizes: int = 0
+    progress: int = 0
+    left: int = 0
     retries: int = 0
     offsets: int = 0
     states: int = 0
@@ -127,8 +127,8 @@ def tables(device: torch.device) -> torch.Tensor:
         for first in range(16):
             for second in range(16):
                 code = codes[digits[first] | digits[second] << 4]
-                escapes = (digits[first] == ESCAPE) | (digits[second] == ESCAPE) << 1
-                encode[number, first | second << 4] = int(code[::-1], 2) | len(code) << 12 | escapes << 16
+                escapes = (digits[first] == ESCAPE) + (digits[second] == ESCAPE)
+                encode[number, first | second << 4] = len(code) | escapes << 5 | int(code[::-1], 2) << 8
     thresholds = np.full(64, 0xFFFFFFFF, "<u4")
     thresholds[: len(THRESHOLDS)] = THRESHOLDS
     notches = np.array([2.0 ** (notch / 4) for notch in range(MOST_NOTCH + 1)], "<f4")
@@ -289,17 +289,17 @@ class Encoder:
         self._kept = [
             to_device(np.append(parts, np.zeros(1, PART)), device), self.frames,
             to_device(geometry.blocks, device), levels, tables(device),
-            torch.empty(count * STAGE_BYTES, dtype=torch.uint8, device=device),
-            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.empty(count, dtype=torch.int32, device=device),
             torch.empty(count * _CANDIDATES, dtype=torch.int16, device=device),
             torch.empty(count, dtype=torch.int64, device=device),
-            torch.zeros(4 * frames, dtype=torch.int32, device=device), self.results,
+            torch.zeros(8 * frames, dtype=torch.int32, device=device), self.results,
         ]  # fmt: skip
         if poisonous is not None:
             self._kept.append(poisonous)
         names = (
-            *("parts", "frames", "blocks", "levels", "tables", "staging"),
-            *("sizes", "retries", "offsets", "states", "results", "verdicts"),
+            *("parts", "frames", "blocks", "levels", "tables", "progress"),
+            *("left", "retries", "offsets", "states", "results", "verdicts"),
         )
         arguments = addressed(
             names,
@@ -313,7 +313,7 @@ class Encoder:
         self.calls = [
             Call(device, f"noise_encode<{kind}>", count, ENCODERS, arguments),
             Call(device, f"noise_coarsen<{kind}>", count, ENCODERS, arguments, persistent=True),
-            Call(device, f"noise_place<{kind}>", -(-count // 4), ENCODERS, arguments),
+            Call(device, f"noise_place<{kind}>", count, ENCODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:

@@ -12,7 +12,7 @@ constexpr u32 kAhead = 16;            // loads of a thread under way, in sums
 constexpr u32 kNarrowMost = 119;      // the largest |q| that is no giant in a class with 3 low bits or less
 constexpr u32 kWideClass = 28, kClasses = 48, kRawClass = 255;
 constexpr u32 kCandidates = 35;       // notches that an encoder tries
-constexpr u32 kStageBytes = 8192;     // room for a block before its place in the frame is known; larger ones are coded again
+constexpr u32 kStageBytes = 8192;     // larger blocks are coded again, with more shared memory
 constexpr u32 kCanonicalNan = 0x7fc00000u;
 constexpr float kLargest = 3.40282347e+38f, kLeast = 1.17549435e-38f;
 
@@ -42,11 +42,16 @@ struct NoiseFrame {
     u32 first_part, parts;
     u32 first_block, blocks;
 };
-// Of a frame that is encoded: what the groups of threads tell each other. All 0 before and after.
+// Of a frame that is encoded: what the groups of threads tell each other. All 0 at first.
 struct NoiseState {
-    u32 done;      // blocks whose sizes are known
-    u32 retried;   // the same for coarser levels
+    u32 done;      // blocks that are in their places
+    u32 retried;   // those whose sizes at coarser levels are known
     u32 overflow;  // the frame does not fit at notch 0
+    u32 left;      // some block is left to noise_place
+    u32 launch;    // how many launches there were
+    // Of the first frame, for all of them:
+    u32 ticket;    // blocks that groups have taken
+    u32 again;     // the number of the last launch that left work for noise_coarsen and noise_place
     u32 padding;
 };
 // What is known of an encoded frame afterwards.
@@ -66,8 +71,8 @@ struct Noise {
     u64 blocks;    // uint2[]: frame, first part
     u64 levels;    // float2[]: a level and its reciprocal
     u64 tables;    // see noise.py
-    u64 staging;   // kStageBytes per block
-    u64 sizes;     // u32[blocks]: bytes, and whether the block is staged in bit 31
+    u64 progress;  // u64[blocks]: see noise_encode.cuh; 0 at first
+    u64 left;      // u32[blocks]: whether the block is left to noise_place
     u64 retries;   // u16[kCandidates][blocks]: bytes at coarser levels
     u64 offsets;   // u64[blocks]: where blocks begin in their frames
     u64 states;    // NoiseState[frames]
@@ -88,7 +93,7 @@ DEVICE const Noise& noise_args(const Args& a) { return *(const Noise*)&a; }
 // --- Tables that never change; noise.py lays them out ------------------------------------------------------------------
 
 struct NoiseTables {
-    u32 encode[20][256];    // by pair: code, its length from bit 12 on, which of the two digits are escapes from bit 16 on
+    u32 encode[20][256];    // by pair: length of its code, how many of the two digits are escapes from bit 5 on, code from bit 8 on
     u16 decode[20][4096];   // by the next 12 bits: pair, length of its code from bit 8 on
     u32 thresholds[64];     // 47, then ~0
     float notches[128];     // 2^(c / 4)
@@ -138,12 +143,14 @@ struct Values<Float32> {
         float2 two = *(const float2*)(pointer<const float>(values) + i);
         v[0] = two.x, v[1] = two.y;
     }
+    DEVICE void load_even(u64 values, u64 i, float* v) {  // at an address that is a multiple of all four's size
+        float4 four = *(const float4*)(pointer<const float>(values) + i);
+        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    }
     DEVICE void load_four(u64 values, u64 i, float* v) {
         const float* from = pointer<const float>(values) + i;
-        if (((u64)from & 15) == 0) {
-            float4 four = *(const float4*)from;
-            v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-        } else {
+        if (((u64)from & 15) == 0) load_even(values, i, v);
+        else {
 #pragma unroll
             for (int j = 0; j < 4; j++) v[j] = from[j];
         }
@@ -182,13 +189,15 @@ struct Halves {
         u32 two = *(const u32*)(pointer<const u16>(values) + i);
         v[0] = Half<F>::value(two & 0xffff), v[1] = Half<F>::value(two >> 16);
     }
+    DEVICE void load_even(u64 values, u64 i, float* v) {
+        uint2 four = *(const uint2*)(pointer<const u16>(values) + i);
+        v[0] = Half<F>::value(four.x & 0xffff), v[1] = Half<F>::value(four.x >> 16);
+        v[2] = Half<F>::value(four.y & 0xffff), v[3] = Half<F>::value(four.y >> 16);
+    }
     DEVICE void load_four(u64 values, u64 i, float* v) {
         const u16* from = pointer<const u16>(values) + i;
-        if (((u64)from & 7) == 0) {
-            uint2 four = *(const uint2*)from;
-            v[0] = Half<F>::value(four.x & 0xffff), v[1] = Half<F>::value(four.x >> 16);
-            v[2] = Half<F>::value(four.y & 0xffff), v[3] = Half<F>::value(four.y >> 16);
-        } else {
+        if (((u64)from & 7) == 0) load_even(values, i, v);
+        else {
 #pragma unroll
             for (int j = 0; j < 4; j++) v[j] = Half<F>::value(from[j]);
         }
