@@ -30,7 +30,6 @@ from gradzip.exchange.on_stream import slots
 from gradzip.exchange.program import Program
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.hooks import runners
 from gradzip.routes import NAMED
 from gradzip.sensitivity.near import memory_order
 
@@ -88,7 +87,6 @@ def one_by_one(codec: Any, rank: int, number: int, everybodys: Any, program: Pro
 
 def fed_back(rank: int, policy: str) -> dict[str, Any]:
     """A rank has an infinite gradient in step 6; residuals are compared after that and in the end."""
-    runners.RUN_ON_GPUS |= {policy.partition(":")[0], runners.FEEDS_BACK}
     task, codec = Trained(policy, 0.02), parse(policy)
     made = stream_codec(codec)
     assert made is not None
@@ -236,7 +234,6 @@ def factored(rank: int) -> dict[str, Any]:
     """PowerSGD on streams, with its kernels; a rank has an infinite gradient in step 6, of which the host takes back
     what was noted, as a state was saved before; and in step 9, of which the device does.
     """
-    runners.RUN_ON_GPUS |= {"powersgd"}
     task, out, kept = Trained("powersgd:rank=2", 0.02, torch.contiguous_format), dict[str, Any](), list[Any]()
     reduce = task.handle.reduce
 
@@ -297,7 +294,6 @@ def test_powersgd_on_streams_keeps_replicas_identical_and_nothing_of_a_step_that
 
 def changed(rank: int) -> dict[str, Any]:
     """From PowerSGD to noise: the step after the change codes gradients with what PowerSGD has lost of them."""
-    runners.RUN_ON_GPUS |= {"powersgd"}
     slots.FIRST_ROOM = 100.0
     task = Trained("powersgd:rank=2", 0.02, torch.contiguous_format)
     for number in range(5):
@@ -343,7 +339,6 @@ def test_residuals_are_added_when_the_policy_changes_on_streams() -> None:
 
 def learnt(rank: int) -> dict[str, Any]:
     """A policy that looks at means, which stay on the GPU; a rank has an infinite gradient in step 4."""
-    runners.RUN_ON_GPUS |= {runners.LEARNS}
     policy = gradzip.Accordion(gradzip.Fixed("noise"), gradzip.Fixed("noise:share=10%"), window=2, threshold=0.2)
     task = Trained(policy, 0.02)
     for number in range(STEPS):

@@ -31,6 +31,7 @@ from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.checks import Row
 from ..exchange.outcome import Outcome
 from ..exchange.peers.abort import Abort
+from ..exchange.peers.channel import open_channel
 from ..exchange.shared_book import SharedBook
 from ..exchange.streamed import StreamedBackward
 from ..exchange.topology import Topology
@@ -76,7 +77,6 @@ class Handle:
         mesh: DeviceMesh | None = None,
         timeout: timedelta | None = None,
         heartbeat: timedelta | None = None,
-        transport: str | None = None,
         default: Default | None = None,
     ) -> None:
         """`default`: why this policy, where the user named none."""
@@ -92,14 +92,12 @@ class Handle:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
-        from_device = runners.carries_from(self._device, transport)
-        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model), from_device)
+        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
         self._patient = model.find_unused_parameters or model.static_graph
-        runner = self._choose_runner(ways, self._learns)
-        about = mesh, timeout, heartbeat, transport
-        self._channel, self._backward_on_host = runners.connect(model, self._device, *about)
+        runner = self._choose_runner(ways)
+        self._channel = open_channel(group, self._device, mesh, timeout, heartbeat)
         self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
         self._backward: Backward | StreamedBackward | None = None
@@ -186,7 +184,7 @@ class Handle:
         """Uses another policy from the next step on. Call it on all ranks at the same point."""
         chosen = as_policy(policy)
         ways = self._ways.check(chosen)
-        self._choose_runner(ways, isinstance(chosen, Adaptive))
+        self._choose_runner(ways)
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
@@ -224,7 +222,7 @@ class Handle:
         travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
         the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py), `runner` what
         carried the last step, `history` what a policy that learns has decided, `prediction` what the plan said of a
-        step beside the median of the last ones, `transport` what carries large messages.
+        step beside the median of the last ones.
         """
         self._drain()
         return self._stats_now()
@@ -287,19 +285,16 @@ class Handle:
             "noise": self._noise.stats(world),
             "runner": self._runner(),
             "history": list(learns.history) if learns else [],
-            "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
         }
 
     def _runner(self) -> str:
-        """What carried the gradients of the last step; empty before the first one, and where collectives/ did."""
+        """What carried the gradients of the last step; empty before the first one."""
         if not (self._steps_here and self._scheme.ways):
             return ""
         if self._scheme.streams:
             return runners.STREAM
-        if self._by_torch:
-            return runners.TORCH
-        return runners.HOST if self._scheme.whole or self._backward_on_host is Backward else ""
+        return runners.TORCH if self._by_torch else runners.HOST
 
     def detach(self) -> None:
         """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
@@ -473,21 +468,19 @@ class Handle:
             self._attached.shapes_version = object()
         self._attached.learns, rates, agreed = self._learns, self._learning_rates(), self._agreed is self._scheme
         joined = self._has_joined()
-        begun = self._backward_on_host(
-            self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins()
-        )
+        begun = Backward(self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins())
         self._assumptions.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
-    def _choose_runner(self, ways: Mapping[str, Way], learns: bool) -> str:
-        return runners.choose(ways, self._types, self._device, self._group, learns, self._patient)
+    def _choose_runner(self, ways: Mapping[str, Way]) -> str:
+        return runners.choose(ways, self._types, self._device, self._group, self._patient)
 
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
         before, renewed = self._scheme, self._scheme.with_floors_of(ways)
         if renewed is not None:
             self._scheme = renewed
             return
-        self._scheme = Scheme(ways, self._choose_runner(ways, self._learns) == runners.STREAM)
+        self._scheme = Scheme(ways, self._choose_runner(ways) == runners.STREAM)
         text = self._agreement(self._scheme)
         if (self._scheme.streams or before.streams) and text != self._agreement(before):
             self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
