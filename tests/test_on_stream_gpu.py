@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +202,8 @@ def hurried(rank: int, policy: str) -> str:
     task = Trained(policy, 0.02)
     for number in range(4):  # kernels are compiled, and messages made
         task.backward(number)
+    task.handle.stats()  # from here on times are taken
+    task.handle.trace(os.devnull, steps=4)
     reduce = task.handle.reduce
 
     def watched(bucket: Any) -> Any:
@@ -221,6 +227,32 @@ def hurried(rank: int, policy: str) -> str:
 @pytest.mark.parametrize("policy", ["noise", "cast", "int8"])
 def test_hooks_never_wait_for_the_gpu(policy: str) -> None:
     assert run_ranks(2, hurried, policy, backend="nccl") == ["", ""]
+
+
+def timed(rank: int, folder: str) -> tuple[float, float]:
+    task = Trained("noise", 0.02)
+    for number in range(4):
+        task.backward(number)
+    before = task.handle.stats()["exposed_seconds"]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    task.handle.trace(Path(folder) / f"{rank}.json", steps=2)
+    for number in range(4, 8):
+        task.backward(number)
+    return task.handle.stats()["exposed_seconds"] - before, time.perf_counter() - began
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(220)
+def test_streams_are_timed_by_the_gpu(tmp_path: Path) -> None:
+    for rank, (exposed, passed) in enumerate(run_ranks(2, timed, str(tmp_path), backend="nccl")):
+        assert 0 < exposed < passed
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [(tracks[e["pid"], e["tid"]], e) for e in events if e["ph"] == "X"]
+        assert {track for track, _ in spans} >= {"compute", "exposed", "encode", "all-to-all", "add", "all-gather"}
+        assert all(0 <= e["dur"] < 1e6 * passed for _, e in spans)
+        assert sum(e["dur"] for track, e in spans if track == "decode") > 0
 
 
 def held(handle: gradzip.Handle) -> list[torch.Tensor]:

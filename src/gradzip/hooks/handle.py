@@ -29,6 +29,7 @@ from ..exchange.finiteness import all_finite
 from ..exchange.gradients import Future, Scheme, Way
 from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.checks import Row
+from ..exchange.on_stream.slots import LATE
 from ..exchange.outcome import Outcome
 from ..exchange.peers.abort import Abort
 from ..exchange.peers.channel import open_channel
@@ -55,7 +56,8 @@ from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
-    from .trace import Tracer
+    from ..planner.perfetto import Span
+    from .trace import HostTracer, StreamTracer
 
 STATE_VERSION = 0
 _BEHIND = "the exchange failed when the last gradients were in use already, so that this state is a step behind"
@@ -120,6 +122,7 @@ class Handle:
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
+        self._bytes_out: dict[int, int] = {}  # of steps on streams whose times are not known yet
         self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
         self._scheme = Scheme({})
@@ -133,7 +136,9 @@ class Handle:
         self._metrics: list[Metrics] = []
         self._lock = threading.Lock()
         self._progress = _progress(policy)
-        self._tracer: Tracer | None = None
+        self._tracer: HostTracer | None = None
+        self._stream_tracer: StreamTracer | None = None
+        self._was_asked = False  # for stats()
         self._meet(Scheme(ways, runner == runners.STREAM))
         self._assumptions = Assumptions(optimizers, self._warn)
         self._early_fetch = EarlyFetch(model, self._numbers) if self._device.type == "cuda" else None
@@ -198,14 +203,13 @@ class Handle:
         model = self._model()
         if steps < 1 or model is None:
             raise Unsupported(f"trace(steps={steps}): give at least one step of a model that is still there")
-        if self._scheme.streams:
-            raise Unsupported(
-                "trace shows threads of the host, and these gradients stay on the GPU: use torch.profiler"
-            )
-        from .trace import Tracer  # who does not trace need not load the planner
+        from .trace import HostTracer, StreamTracer  # who does not trace need not load the planner
 
         self._drain()
-        self._tracer = Tracer(Path(path), steps, model, self._channel.watch)
+        if self._stream is not None and self._scheme.streams:
+            self._stream_tracer = StreamTracer(Path(path), steps, model, self._stream.times)
+        else:
+            self._tracer = HostTracer(Path(path), steps, model, self._channel.watch)
 
     def end_epoch(self) -> None:
         """Tells a policy that counts epochs that one is over. Call it on all ranks at the same point."""
@@ -218,13 +222,15 @@ class Handle:
 
         `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `coding_seconds` and
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
-        the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route (what
-        travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
-        the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py), `runner` what
-        carried the last step, `history` what a policy that learns has decided, `prediction` what the plan said of a
-        step beside the median of the last ones.
+        the arrival of the last bucket and the end of the exchange. (On streams that is measured once someone has asked,
+        by this, `log`, a plan or the lines that rank 0 logs, and is known two steps later.) `codecs` has the same by
+        codec and route (what travels with PowerSGD's factors counts there), `tensors` the option and the memory of each
+        parameter, `memory` the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py),
+        `runner` what carried the last step, `history` what a policy that learns has decided, `prediction` what the plan
+        said of a step beside the median of the last ones.
         """
         self._drain()
+        self._was_asked = True
         return self._stats_now()
 
     def log(self, writer: Writer, every: int = 100) -> None:
@@ -250,6 +256,7 @@ class Handle:
             return
         try:
             self._note(self._stream.look)
+            self._note_times(self._steps)
         except PeerError as error:
             report.logger.error("%s", error)
 
@@ -431,6 +438,7 @@ class Handle:
         if self._stream is not None and self.error is None:
             try:
                 self._note(self._stream.drain)
+                self._note_times(None)
             except PeerError as error:
                 self._heard()
                 self.error = self._channel.fail(error)
@@ -505,7 +513,10 @@ class Handle:
         self._channel.standing.begin_pass()
         begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
         then = None if observe is None else begun.show
+        runner.times.wants_stages = self._progress is not None
+        runner.times.wants_exposed = self._was_asked or bool(self._metrics) or self._journal.is_read
         self._note(lambda: runner.begin(self._steps, use_shapes, self._attached.check, scale, then))
+        self._note_times(self._steps - LATE)
         self._assumptions.begin(active=False)
         return begun
 
@@ -519,6 +530,8 @@ class Handle:
                 self._totals.add(part)
                 self._parts.setdefault(kind, Outcome()).add(part)
             self._bytes_raw += ended.raw_bytes
+            if self._progress is not None:
+                self._bytes_out[self._steps] = sum(part.bytes_out for part in ended.parts.values())
             self._steps += 1
             self._steps_here += 1
             self._agreed = None
@@ -538,6 +551,19 @@ class Handle:
                 rates = self._rates.pop(row.step, None)
                 if rates is not None and row.outcome.finite and isinstance(self._policy, Adaptive):
                     self._policy.end_step(rates)
+
+    def _note_times(self, last: int | None) -> None:
+        """Takes note of when the work of steps up to that one ran, as far as it is known; None: waits for all."""
+        assert self._stream is not None
+        with self._lock:
+            for known in self._stream.times.read(last):
+                self._exposed += known.exposed
+                sent = self._bytes_out.pop(known.step, None)
+                if sent is not None:
+                    self._compare(known.ended, known.wire, sent, known.exposed)
+                tracer = self._stream_tracer
+                if tracer is not None and tracer.step(known.step + 1, known.moments, self._predicted()):
+                    self._stream_tracer = None
 
     def _scale_held(self) -> torch.Tensor | None:
         """Where the scaler keeps the loss scale, if it is torch's own."""
@@ -628,7 +654,10 @@ class Handle:
             self._noise.step(ended.totals, sum(part.bytes_sent for part in ended.parts.values() if part.values))
             self._steps += 1
             self._steps_here += 1
-            self._compare(ended)
+            now = time.perf_counter()
+            self._compare(now, self._channel.watch.wire_seconds(), ended.totals.bytes_out, ended.exposed)
+            if self._tracer is not None and self._tracer.step(self._steps, now - ended.exposed, self._predicted()):
+                self._tracer = None
             self._agreed = self._scheme if ended.plain else None
             self._by_torch = ended.by_torch
             if self._assumptions.samples:
@@ -638,20 +667,20 @@ class Handle:
             if ended.learns and isinstance(self._policy, Adaptive):
                 self._teach(self._policy, ended)
 
-    def _compare(self, ended: Backward) -> None:
+    def _compare(self, now: float, wire_s: float, bytes_out: int, exposed: float) -> None:
         """A step beside what its plan said of it."""
-        now = time.perf_counter()
         if self._progress is not None:
-            wire_s = self._channel.watch.wire_seconds()
-            said = self._progress.step(now, wire_s, ended.totals.bytes_out, ended.exposed)
+            said = self._progress.step(now, wire_s, bytes_out, exposed)
             if said and self._channel.rank == 0:
                 self._warn(said)
-        if self._tracer is not None:
-            from ..planner import perfetto
 
-            predicted = perfetto.spans(self._policy) if isinstance(self._policy, Plan) else []
-            if self._tracer.step(self._steps, now - ended.exposed, predicted):
-                self._tracer = None
+    def _predicted(self) -> list[Span]:
+        """The timeline of the plan, if there is one."""
+        if not isinstance(self._policy, Plan):
+            return []
+        from ..planner import perfetto
+
+        return perfetto.spans(self._policy)
 
     def _teach(self, policy: Adaptive, ended: Backward) -> None:
         """Shows a policy the means of a step that all ranks took, and will take."""
