@@ -44,7 +44,7 @@ def evidence(read: Results) -> str:
                 f"{found.mean:+.3f} ± {found.half:.3f}", f"{found.upper:+.3f}",
                 "yes" if found.upper < analysis.LIMIT else "**no**", *shares,
             ])  # fmt: skip
-    head = ["task", "budget", "seeds", "cost", "upper bound", f"below {analysis.LIMIT} %",
+    head = ["task", "budget", "seeds", "cost, % of the loss", "upper bound", f"below {analysis.LIMIT} %",
             "mean share, %", "worst step of each run, %"]  # fmt: skip
     return table(head, lines)
 
