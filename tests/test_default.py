@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import streams
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -256,6 +257,22 @@ def test_ranks_that_come_to_different_defaults_are_told_at_attach(said: list[dic
             "0.1 % of the loss where measured. Rank 1: the default is gcomp and not noise, as nobody has measured what "
             "noise costs with MyAdamW of "
         )
+
+
+def on_streams(rank: int) -> tuple[set[str], str]:
+    """As on a GPU that can send noise."""
+    streams.install()
+    model = net(torch.float32, torch.float32)
+    optimizer = AdamW(model.parameters())
+    handle = gradzip.attach(model, optimizer, timeout=TIMEOUT)
+    train(model, optimizer)
+    found = options(handle), handle.stats()["runner"]
+    handle.detach()
+    return found
+
+
+def test_the_default_goes_by_streams_where_there_are_any() -> None:
+    assert run_ranks(2, on_streams) == [({"noise"}, "stream")] * 2
 
 
 def older(rank: int) -> tuple[str, set[str], set[str], float]:
