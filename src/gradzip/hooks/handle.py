@@ -26,7 +26,7 @@ from ..codecs import Codec
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange.backward import Attached, Backward, is_alone
 from ..exchange.finiteness import all_finite
-from ..exchange.gradients import Future, Scheme, Way
+from ..exchange.gradients import Future, Late, Scheme, Way
 from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.checks import Row
 from ..exchange.on_stream.slots import LATE
@@ -122,6 +122,7 @@ class Handle:
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
+        self._loaded = ""  # in words, a state that ranks have still to compare
         self._bytes_out: dict[int, int] = {}  # of steps on streams whose times are not known yet
         self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
@@ -304,7 +305,10 @@ class Handle:
         return runners.TORCH if self._by_torch else runners.HOST
 
     def detach(self) -> None:
-        """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
+        """Back to plain averaging, from the next step on. Call it on all ranks at the same point.
+
+        Buffers are given back, on GPUs too; what error feedback holds stays for `state_dict`, as long as the handle.
+        """
         if self.pilot is not None:
             self.pilot.end()
         if self.on_detach is None:
@@ -323,6 +327,16 @@ class Handle:
             self._abort.hear()
             self._channel.on_failure.remove(self._abort)
         self._channel.leave()
+        self._free()
+
+    def _free(self) -> None:
+        """Lets go of buffers and tables. Where an error ended the exchange, something may still be writing to them."""
+        if self.error is not None:
+            return
+        self._buckets, self._attached.late, self._early_fetch = Buckets(self._names), Late(), None
+        self._shapes.free()
+        if self._stream is not None:
+            self._stream.free()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -372,6 +386,7 @@ class Handle:
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
         self._slots_to_load = slots
+        self._loaded = f"a state of step {steps}, {on_stream.described(slots)}"
         if self._stream is not None:
             self._stream.go_on_from(slots)
         self._steps, self._agreed = steps, None
@@ -497,6 +512,9 @@ class Handle:
 
     def _begin_streamed(self, scale: float) -> StreamedBackward:
         runner = self._start_stream()
+        if self._loaded:
+            self._channel.compare(self._loaded, wait=True, loaded=True)
+            self._loaded = ""
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         use_shapes = self._scheme.shaped and not self._joins()

@@ -467,6 +467,13 @@ class StreamRunner:
                     self._open, self._contents, self._alive = None, object(), []
         return rows
 
+    def free(self) -> None:
+        """Lets go of all memory; the slots stay, for a state. To be drained before: then nothing uses it any more."""
+        self._messages, self._taken, self._waiting, self._alive = [], [], [], []
+        self._norms, self._results, self._changes, self._then = [], [], [], None
+        self._checks.free()
+        self.times.free()
+
     @property
     def unread(self) -> bool:
         """Whether it is not known yet what became of a step."""
@@ -482,6 +489,13 @@ class StreamRunner:
         """Goes on with the slots of a state, as `read_state` gave them; Memory may hold something else now."""
         self._slots, self._late = read
         self._contents, self._origin = object(), object()
+
+
+def described(loaded: SavedSlots) -> str:
+    """What slots of a state all ranks must have alike, or NCCL would wait for bytes that nobody sends."""
+    slots, late = loaded
+    text = json.dumps([{digest: each.state_dict() for digest, each in slots.items()}, late], sort_keys=True)
+    return f"slots of {len(slots)} messages with the digest {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def read_state(state: Mapping[str, Any]) -> SavedSlots:

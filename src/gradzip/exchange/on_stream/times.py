@@ -179,6 +179,11 @@ class Times:
         finally:
             self._enter(before)
 
+    def free(self) -> None:
+        """Lets go of all events, when all has been read."""
+        self._free, self._now, self._last_done = [], None, None
+        self._to_trace, self._forward, self._forward_begun = 0, None, None
+
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def read(self, last: int | None = None) -> list[StepTimes]:
