@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import default_section
-import gpu_minutes
 import published
 from espresso_section import espresso
 from float32_section import float32
@@ -294,7 +293,7 @@ SECTIONS = (noise, powersgd, accordion, dial, rates, float32, stale, real_ranks,
 
 
 def page(read: Results) -> str:
-    parts = [INTRO, _notes("summary").read_text().strip(), gpu_minutes.section(read)]
+    parts = [INTRO, _notes("summary").read_text().strip()]
     for section in SECTIONS:
         parts.append(section(read))
         notes = _notes(section.__name__)

@@ -24,10 +24,12 @@ from .launch import StepCall
 
 NAME = "cuda"
 SQUARES = 4096  # as in noise.cuh
-ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 32  # threads of a group
+ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 64  # threads of a group
 _MEASURED = 4  # blocks of a group, as in noise.cuh
-_FEW_ENCODERS = 8  # groups per multiprocessor that registers must suffice for
+_GROUPS = {"noise_encode": 8, "noise_decode": 10}  # per multiprocessor, that registers must suffice for
 _CANDIDATES = len(NOTCHES)
+_ROOTS, _LONG = 1024, 256  # entries of a table to decode with
+HALVES = 2, 4, 8  # halves of warps in a group that adds frames up: one for each rank, as far as they go
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 TENSOR = np.dtype([(name, "<u8") for name in ("values", "shape", "numel", "first")])
@@ -117,12 +119,17 @@ def write(table: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
 def tables(device: torch.device) -> torch.Tensor:
     """NoiseTables of noise.cuh."""
     encode = np.zeros((len(LENGTHS), 256), "<u4")
-    decode = np.zeros((len(LENGTHS), 1 << layout.LIMIT), "<u2")
+    decode = np.zeros((len(LENGTHS), _ROOTS + _LONG), "<u2")
     for number, reach in enumerate(REACHES):
         codes = layout.codes_of(number)
+        whole = np.zeros(1 << layout.LIMIT, "<u2")  # by 12 bits
         for pair, code in codes.items():
-            bits = int(code[::-1], 2)
-            decode[number, bits :: 1 << len(code)] = pair | len(code) << 8
+            whole[int(code[::-1], 2) :: 1 << len(code)] = pair & 15 | pair >> 4 << 8 | len(code) << 12
+        roots = whole.reshape(-1, _ROOTS)
+        long = np.flatnonzero((roots >> 12).max(0) > 10)
+        decode[number, :_ROOTS] = roots[0]
+        decode[number, long] = np.arange(len(long))
+        decode[number, _ROOTS : _ROOTS + 4 * len(long)] = roots[:, long].T.ravel()
         digits = [digit if digit <= 2 * reach else ESCAPE for digit in range(16)]  # what is out of reach is escaped
         for first in range(16):
             for second in range(16):
@@ -152,7 +159,7 @@ class Call(StepCall):
         arguments: Arguments,
         persistent: bool = False,
     ) -> None:
-        least = _FEW_ENCODERS if kernel.startswith("noise_encode") else 1
+        least = next((groups for name, groups in _GROUPS.items() if kernel.startswith(name)), 1)
         super().__init__(device, kernel, groups, threads, _ARGS.pack(*arguments), _STEP_AT, least)
         self._groups = min(groups, self.resident) if persistent else groups
 
@@ -354,7 +361,7 @@ class Decoder:
         arguments = addressed(names, self._kept, numbers)
         self.calls = [
             Call(device, "noise_open", frames, OPENERS, arguments),
-            Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 2), DECODERS, arguments, persistent=True),
+            Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 4), DECODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:

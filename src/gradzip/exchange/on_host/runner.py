@@ -245,12 +245,10 @@ class HostRunner:
         """Starts chunks, each of which is made with its number."""
 
         def ended(outcome: Outcome) -> None:
-            try:
-                done(outcome)
-            finally:  # who drains wants to see what came of it
-                with self._changed:
-                    self._under_way.pop(sent, None)
-                    self._changed.notify_all()
+            with self._changed:
+                self._under_way.pop(sent, None)
+                self._changed.notify_all()
+            done(outcome)
 
         sent.done = ended
         with self._changed:

@@ -94,7 +94,9 @@ DEVICE const Noise& noise_args(const Args& a) { return *(const Noise*)&a; }
 
 struct NoiseTables {
     u32 encode[20][256];    // by pair: length of its code, how many of the two digits are escapes from bit 5 on, code from bit 8 on
-    u16 decode[20][4096];   // by the next 12 bits: pair, length of its code from bit 8 on
+    // By the next 10 bits: the pair's digits from bits 0 and 8 on, the length of its code from bit 12 on. Codes of 11 and 12
+    // bits have a length of 0 there, and a number n: the next 2 bits tell which entry it is of the 4 from 1024 + 4 n on.
+    u16 decode[20][1280];
     u32 thresholds[64];     // 47, then ~0
     float notches[128];     // 2^(c / 4)
     u32 reaches[20];

@@ -1,13 +1,12 @@
-"""Models as on GPUs whose gradients the host runner carries: kernels and streams are emulated (fake_gpu.py)."""
+"""Models as on GPUs, whose gradients the pipeline of collectives/ carries, without a GPU."""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import Any
 
-import emulated
-import fake_gpu
 import pytest
 import test_failures
 import test_hook_cost
@@ -16,15 +15,28 @@ from torch.distributed.algorithms.join import Join
 from training import same, start
 
 from gradzip import Accordion, Fixed, GradzipWarning, Policy, Rules
+from gradzip.codecs import Codec
+from gradzip.collectives.backward import PipelineBackward
+from gradzip.exchange.codecs import codes_messages
+from gradzip.hooks import runners, ways
 
-pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 STEPS = 5
 EXACT = ("identity", "gcomp:mode=lossless", "gcomp:mode=lossless,book=shared,refresh=3")
 
 
+def as_on_gpus() -> None:
+    """From now on, attach takes models on the CPU for models on a GPU."""
+    runners.by_collectives = lambda device, transport: True
+
+    def only_shaped(codec: Codec, route: str) -> Any:
+        return codes_messages(codec, route) if codec.shaped else None
+
+    ways.codes_messages = only_shaped
+
+
 def policies() -> dict[str, str | Policy]:
     found: dict[str, str | Policy] = {text: Fixed(text) for text in EXACT}
-    found |= {text: text for text in ("gcomp", "gcomp:keep=7", "topk:ratio=0.1", "randomk:ratio=0.2")}
+    found |= {text: text for text in ("gcomp", "gcomp:keep=7", "topk:ratio=0.1", "randomk:ratio=0.2", "noise")}
     found["powersgd"] = "powersgd:rank=1"
     found["learns"] = Accordion("topk:ratio=0.5", "topk:ratio=0.1", window=2)
     found["several"] = Rules({"0.weight": "powersgd:rank=1", "2.weight": "gcomp", "*": "sign"}, small=True)
@@ -35,23 +47,25 @@ def trained(rank: int, check: str) -> dict[str, Any]:
     os.environ["GRADZIP_CHECK"] = check
     reference, out = start(Fixed("gcomp:mode=lossless")), dict[str, Any]()
     reference.train(0, STEPS)
-    fake_gpu.install()
+    as_on_gpus()
     for name, policy in policies().items():
         run = start(policy)
         assert run.handle is not None
+        assert run.handle._backward_on_host is PipelineBackward
         run.train(0, STEPS)
         stats = run.handle.stats()
-        assert stats["runner"] == ("torch" if name == "identity" and not check else "host"), name
         out[name] = run.parameters(), stats["steps"], len(stats["history"])
         run.handle.detach()
     out["reference"] = reference.parameters(), STEPS, 0
-    assert fake_gpu.overwritten == []
+    out["threads"] = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gradzip-"))
     return out
 
 
 @pytest.mark.parametrize("check", ["", "1"])
-def test_all_kinds_of_codecs_train_by_the_host_runner(check: str) -> None:
-    first, second = run_ranks(2, trained, check, deadline=250)
+def test_all_kinds_of_codecs_train_by_the_pipeline(check: str) -> None:
+    first, second = run_ranks(2, trained, check)
+    assert "gradzip-rows" in first.pop("threads"), "of the reference alone"
+    second.pop("threads")
     for name, (parameters, steps, history) in first.items():
         assert same(parameters, second[name][0]), f"{name}: replicas differ"
         assert steps == second[name][1] == STEPS
@@ -62,7 +76,7 @@ def test_all_kinds_of_codecs_train_by_the_host_runner(check: str) -> None:
 
 
 def failing(rank: int) -> dict[str, dict[str, str]]:
-    fake_gpu.install()
+    as_on_gpus()
     return test_failures.failing(rank)
 
 
@@ -73,7 +87,7 @@ def test_every_rank_learns_the_cause() -> None:
 
 
 def other_settings(rank: int) -> dict[str, Any]:
-    fake_gpu.install()
+    as_on_gpus()
     return test_failures.other_settings(rank)
 
 
@@ -85,7 +99,7 @@ def test_ranks_with_other_settings_send_lossless_until_they_agree() -> None:
 
 
 def plainly(rank: int) -> dict[str, Any]:
-    fake_gpu.install()
+    as_on_gpus()
     return test_hook_cost.plainly(rank)
 
 
@@ -100,7 +114,7 @@ def test_plain_steps_go_by_torch_itself() -> None:
 
 def joined(rank: int) -> list[str]:
     """Rank 0 runs out of inputs before rank 1."""
-    fake_gpu.install()
+    as_on_gpus()
     run = start("gcomp:ulps=4096")
     assert run.handle is not None
     with warnings.catch_warnings(record=True) as caught:
