@@ -109,7 +109,16 @@ def test_values_of_64_bits_go_as_they_are() -> None:
         "identity for values of 64 bits, gcomp for the others, as noise is for float32, bfloat16 and float16, and "
         "'1.weight' is torch.float64"
     )
-    assert taken(weights(torch.complex64), *[SGD(names)]).policy == NEAR
+    alone = weights(torch.complex64)
+    assert taken(alone, SGD(alone)).policy == NEAR
+
+
+def test_names_are_no_patterns() -> None:
+    (parameter,) = weights(torch.float64)
+    policy = taken({parameter: "blocks[0].weight"}, SGD([parameter])).policy
+    assert isinstance(policy, Rules)
+    assert policy.option("blocks[0].weight", (64, 64)).codec == "identity"
+    assert policy.option("blocks0.weight", (64, 64)).codec == NEAR
 
 
 class OnGpu(nn.Parameter):
