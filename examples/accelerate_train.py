@@ -22,7 +22,7 @@ def main(folder: str = "checkpoint") -> None:
     data: Any = DataLoader(TensorDataset(torch.randn(640, 64)), batch_size=32)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    handle = attach(accelerator, model, optimizer, "gcomp")
+    handle = attach(accelerator, model, optimizer)
 
     for (x,) in data:
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

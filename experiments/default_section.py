@@ -41,10 +41,10 @@ def evidence(read: Results) -> str:
             shares.append(", ".join(f"{worst:.1f}" for worst in sorted(100 * float(r["worst_share"]) for r in own)))
             lines.append([
                 noise_section.TITLES[task].replace("the same", noise_section.TITLES["gpt"]), budget, str(found.count),
-                f"{found.mean:+.3f} ± {found.half:.3f}", f"{found.upper:+.3f}",
-                "yes" if found.upper < analysis.LIMIT else "**no**", *shares,
+                noise_section.signed(found, 3), f"{found.upper:+.3f}" if found.count > 1 else "none",
+                noise_section.accepted(found), *shares,
             ])  # fmt: skip
-    head = ["task", "budget", "seeds", "cost", "upper bound", f"below {analysis.LIMIT} %",
+    head = ["task", "budget", "seeds", "cost, % of the loss", "upper bound", f"below {analysis.LIMIT} %",
             "mean share, %", "worst step of each run, %"]  # fmt: skip
     return table(head, lines)
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import default_section
+import gpu_minutes
 import published
 from espresso_section import espresso
 from float32_section import float32
@@ -293,7 +294,7 @@ SECTIONS = (noise, powersgd, accordion, dial, rates, float32, stale, real_ranks,
 
 
 def page(read: Results) -> str:
-    parts = [INTRO, _notes("summary").read_text().strip()]
+    parts = [INTRO, _notes("summary").read_text().strip(), gpu_minutes.section(read)]
     for section in SECTIONS:
         parts.append(section(read))
         notes = _notes(section.__name__)

@@ -30,7 +30,7 @@ UNUSABLE = ("gpt-short", "gpt-short-muon")  # their ends say nothing about 1 %: 
 PICTURED = ("gpt", "cifar20k", "gpt-muon")
 
 
-def _signed(found: analysis.Interval, digits: int = 2) -> str:
+def signed(found: analysis.Interval, digits: int = 2) -> str:
     if found.count < 2:
         return f"{found.mean:+.{digits}f} (one seed)"
     return f"{found.mean:+.{digits}f} ± {found.half:.{digits}f}"
@@ -128,16 +128,21 @@ def _promise(rows: list[Row]) -> list[str]:
     ]  # fmt: skip
 
 
+def accepted(cost: analysis.Interval) -> str:
+    """Whether the upper bound is below the limit; a single seed has none."""
+    return "one seed" if cost.count < 2 else "yes" if cost.upper < analysis.LIMIT else "**no**"
+
+
 def _bound(rows: list[Row], task: str) -> list[str]:
     found = analysis.slope(rows, task)
     assert found is not None
     largest = analysis.largest_budget(found.at_one)
     usable = task not in UNUSABLE
-    verdict = ("yes" if found.accepted else "**no**") if usable else "not counted"
+    verdict = accepted(found.at_one) if usable else "not counted"
     return [
-        f"`{task}`", str(found.slope.count), _signed(found.slope, 3),
-        "" if found.curvature is None else _signed(found.curvature, 4),
-        _signed(found.at_one, 3) + " %", f"{found.at_one.upper:+.3f} %" if found.at_one.count > 1 else "none",
+        f"`{task}`", str(found.slope.count), signed(found.slope, 3),
+        "" if found.curvature is None else signed(found.curvature, 4),
+        signed(found.at_one, 3) + " %", f"{found.at_one.upper:+.3f} %" if found.at_one.count > 1 else "none",
         verdict, f"{largest:.2g} %" if usable and largest is not None else "",
     ]  # fmt: skip
 
@@ -156,7 +161,7 @@ def _lines(own: list[Row], task: str) -> list[list[str]]:
         share = 100 * statistics.fmean(float(r["share"]) for r in here)
         worst = 100 * max(float(r["worst_share"]) for r in here)
         losses = (analysis.differences(own, task, name, figure) for figure in ("loss", "train_loss"))
-        found = [_signed(analysis.interval([y for _, y in pair.values()])) for pair in losses]
+        found = [signed(analysis.interval([y for _, y in pair.values()])) for pair in losses]
         lines.append([
             name, *(f"{b:.2f}" for b in bits), f"{share:.2f}" if share else "0", f"{worst:.2f}" if worst else "0",
             str(len(pairs)), *found,

@@ -26,9 +26,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+import gpu_minutes  # noqa: E402
 import paired  # noqa: E402
 import series  # noqa: E402
 from noise_section import analysis  # noqa: E402
+from pieces import Results  # noqa: E402
 from workers.running import Run  # noqa: E402
 
 PAGE, STATE = HERE / "queue.md", HERE.parent / "build/queue"
@@ -259,11 +261,7 @@ def lines(folder: Path = HERE) -> Iterator[tuple[Item, Left]]:
 
 def spent() -> dict[str, float]:
     """GPU minutes in the rows that are there, by table: those of runs side by side are shared."""
-    found = {"noise": 0.0}
-    for row in paired.read(HERE / "noise/results.csv"):
-        if row["device"] == paired.GPU:  # a group of texts has divided its seconds among its runs already
-            found["noise"] += float(row["seconds"]) / (int(row["beside"]) if row["task"] in paired.SINGLE else 1)
-    found = {name: seconds / 60 for name, seconds in found.items()}
+    found = {"noise": sum(minutes for _, minutes in gpu_minutes.minutes(Results(HERE)))}
     for name, file in (("GPT-2", "gpt/results.csv"), ("time to accuracy", "gcomp/times.csv")):
         rows = [row for row in paired.read(HERE / file) if row["device"] == paired.GPU]
         found[name] = sum(float(row["seconds"]) / (1 + int(row["beside"])) for row in rows) / 60

@@ -284,6 +284,77 @@ void check_noise(const NoiseCase& c, const std::vector<uint8_t>& frame, bool add
     tally->accepted += !first.code;
 }
 
+// --- Block-scaled codes: a frame of a few parts, and the sum of two. Any bytes mean something, if there are enough ---
+
+struct ScaledCase {
+    int kind = 0, block = 32;
+    bool hadamard = false;
+    std::vector<std::vector<uint8_t>> values;  // of each part
+    std::vector<gz_scaled_part> parts;         // without addresses
+    std::vector<uint8_t> frame;
+    size_t size = 0, offset = 0;
+};
+
+// The parts of a case in buffers of their own.
+struct ScaledParts {
+    std::vector<Buffer> values, outs;
+    std::vector<gz_scaled_part> part;
+    explicit ScaledParts(const ScaledCase& c) : part(c.parts) {
+        for (const std::vector<uint8_t>& v : c.values) values.emplace_back(v, c.offset), outs.emplace_back(v.size(), c.offset);
+        for (size_t i = 0; i < part.size(); i++) {
+            part[i].values = reinterpret_cast<const float*>(values[i].data);
+            part[i].out = reinterpret_cast<float*>(outs[i].data);
+        }
+    }
+};
+
+[[noreturn]] void fail(const char* what, const ScaledCase& c, const std::string& isa, int64_t code = 0) {
+    std::fprintf(stderr, "scaled: %s: isa %s, kind %d, block %d, hadamard %d, %zu parts (%lld)\n", what, isa.c_str(), c.kind,
+                 c.block, c.hadamard, c.parts.size(), static_cast<long long>(code));
+    std::abort();
+}
+
+// Into a frame, or, if `divisor` says by what, into values.
+Decoded code_scaled(const ScaledCase& c, const std::string& isa, const std::vector<const std::vector<uint8_t>*>& frames, size_t size,
+                    uint32_t divisor) {
+    gz_set_isa(isa.c_str());
+    ScaledParts p(c);
+    std::vector<Buffer> in;
+    std::vector<const uint8_t*> terms;
+    for (const std::vector<uint8_t>* frame : frames) {
+        if (frame) in.emplace_back(*frame, c.offset);
+        terms.push_back(frame ? in.back().data : nullptr);
+    }
+    Buffer out(divisor ? 0 : size, c.offset);
+    std::fill(out.data, out.data + out.size, uint8_t(0));  // as its owners do: nothing is written between parts
+    int64_t code = gz_scaled_code(c.kind, c.block, c.hadamard, p.part.data(), p.part.size(), terms.data(), terms.size(),
+                                  divisor ? divisor : 1, divisor ? nullptr : out.data, size, 1);
+    Decoded result{code, out.first(code ? 0 : out.size)};
+    for (const Buffer& values : p.outs)
+        if (divisor && !code) result.values.insert(result.values.end(), values.data, values.data + values.size);
+    return result;
+}
+
+void check_scaled(const ScaledCase& c, const std::vector<uint8_t>& frame, bool sum, Tally* tally) {
+    static const std::vector<std::string> names = isas();
+    Decoded first{}, first_sums[2]{};
+    for (const std::string& isa : names) {
+        Decoded here = code_scaled(c, isa, {&frame}, frame.size(), 1);
+        if (isa == names[0]) first = here;
+        if (!here.code != (frame.size() >= c.size)) fail("a frame is refused by another thing than its size", c, isa, here.code);
+        if (here.values != first.values) fail("decoded values differ", c, isa);
+        if (!sum) continue;
+        for (uint32_t divisor : {0u, 3u}) {
+            here = code_scaled(c, isa, {nullptr, &frame, &c.frame}, std::min(frame.size(), c.size), divisor);
+            Decoded& first_sum = first_sums[divisor > 0];
+            if (isa == names[0]) first_sum = here;
+            if (here.code != first_sum.code || here.values != first_sum.values) fail("sums differ", c, isa, here.code);
+        }
+    }
+    tally->payloads++;
+    tally->accepted += !first.code;
+}
+
 #if !defined(GRADZIP_LIBFUZZER)  // libFuzzer makes and damages its cases itself
 
 // The table of sizes and the headers are hit as often as the rest.
@@ -589,6 +660,58 @@ std::vector<uint8_t> damaged_noise(const NoiseCase& c, const std::vector<uint8_t
     return frame;
 }
 
+// --- Block-scaled codes ---
+
+ScaledCase make_scaled(Random& random) {
+    ScaledCase c;
+    c.offset = random.chance(20) ? 4 * random.below(16) : 0;
+    c.kind = random.range(0, 2);
+    c.block = 32 << random.below(4);
+    c.hadamard = c.kind != 2 && random.chance(50);
+    const int count = random.range(1, 3), center = random.range(1, 254);
+    uint64_t scales = 0, codes = 0;
+    for (int i = 0; i < count; i++) {
+        const uint64_t kind = random.below(100), n = kind < 10 ? 4096 + random.below(300) : kind < 50 ? random.below(900) : random.below(100);
+        c.values.push_back(make_values(random, n, GZ_FLOAT32, center));
+        gz_scaled_part part{};
+        part.n = n;
+        part.start = 32 * random.below(1 << 20);
+        part.key = random.bits(), part.signs = random.bits(), part.offset = uint32_t(random.bits());
+        part.scale_at = scales, part.code_at = codes;
+        scales += (n + uint64_t(c.block) - 1) / uint64_t(c.block);
+        codes += (n + 31) / 32 * 32 / (c.kind == 1 ? 2 : 1);
+        c.parts.push_back(part);
+    }
+    const uint64_t begin = (2 * scales + 15) / 16 * 16;
+    for (gz_scaled_part& part : c.parts) part.code_at += begin;
+    c.size = begin + codes;
+    for (const std::string& isa : isas()) {
+        const Decoded made = code_scaled(c, isa, {}, c.size, 0);
+        if (made.code) fail("encoding failed", c, isa, made.code);
+        if (isa == isas()[0]) c.frame = made.values;
+        if (made.values != c.frame) fail("frames differ", c, isa);
+    }
+    return c;
+}
+
+std::vector<uint8_t> damaged_scaled(const ScaledCase& c, Random& random) {
+    std::vector<uint8_t> frame = c.frame;
+    static const uint16_t odd[] = {0, 1, 0x7f, 0x80, 0x7f7f, 0x7f80, 0x7fc0, 0x7fff, 0x8000, 0xbf80, 0xff80, 0xffff};
+    for (int times = 1 + int(random.below(3)); times > 0 && !frame.empty(); times--) {
+        const size_t anywhere = random.below(frame.size()), scale = 2 * random.below(std::min<size_t>(frame.size() / 2, 64));
+        switch (random.below(6)) {
+            case 0: frame.resize(random.chance(50) ? anywhere : frame.size() + random.below(50)); break;
+            case 1: frame[anywhere] = uint8_t(random.chance(50) ? 0x80 : random.bits()); break;  // -128, and NaN of fp8
+            case 2: std::memcpy(frame.data() + scale, &odd[random.below(std::size(odd))], std::min<size_t>(2, frame.size())); break;
+            case 3:
+                for (size_t i = 0; i < std::min<size_t>(64, frame.size() - anywhere); i++) frame[anywhere + i] = uint8_t(random.bits());
+                break;
+            default: frame[anywhere] ^= uint8_t(1 << random.below(8));
+        }
+    }
+    return frame;
+}
+
 #endif
 }  // namespace
 
@@ -640,6 +763,16 @@ int main(int count, char** arguments) {
             check_noise(c, damaged_noise(c, other, random), random.chance(30), random.chance(20), false, &noise);
         other = c.frame;
     }
+    Tally scaled;
+    uint64_t scaled_cases = 0;
+    while (scaled.payloads < payloads) {
+        const ScaledCase c = make_scaled(random);
+        scaled_cases++;
+        Tally whole;
+        check_scaled(c, c.frame, true, &whole);
+        for (int i = 0; i < per_case && scaled.payloads < payloads; i++)
+            check_scaled(c, damaged_scaled(c, random), random.chance(20), &scaled);
+    }
     std::printf("%llu damaged payloads of %llu bodies, each decoded by %s: %llu refused, %llu decoded, no fault\n",
                 static_cast<unsigned long long>(tally.payloads), static_cast<unsigned long long>(cases), gz_available_isas(),
                 static_cast<unsigned long long>(tally.payloads - tally.accepted),
@@ -647,6 +780,9 @@ int main(int count, char** arguments) {
     std::printf("%llu damaged frames of %llu cases of noise: %llu refused, %llu decoded, no fault\n",
                 static_cast<unsigned long long>(noise.payloads), static_cast<unsigned long long>(noise_cases),
                 static_cast<unsigned long long>(noise.payloads - noise.accepted), static_cast<unsigned long long>(noise.accepted));
+    std::printf("%llu damaged frames of %llu cases of int8, int4 and fp8: %llu refused, %llu decoded, no fault\n",
+                static_cast<unsigned long long>(scaled.payloads), static_cast<unsigned long long>(scaled_cases),
+                static_cast<unsigned long long>(scaled.payloads - scaled.accepted), static_cast<unsigned long long>(scaled.accepted));
 }
 
 #endif

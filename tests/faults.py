@@ -29,10 +29,10 @@ LINK_DOWN = "a link down"  # the only one that needs emulated hosts
 DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(16, 24), "a corrupt head": slice(8, 16)}
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
-# What carries data: the second is over Gloo, without a GPU (fake_nccl.py); then the host runner of exchange/, and the
-# stream runner, over the model's own NCCL group.
-WAYS = ("gloo", "stand-in", "nccl", "noise", "stream")
-ON_GPU = ("nccl", "stream")
+# What carries data: the host runner, from memory of the CPU, of a stand-in of a GPU (fake_gpu.py), of a GPU, and with
+# frames for whole messages; and the stream runner, over the model's own NCCL group.
+WAYS = ("gloo", "stand-in", "gpu", "noise", "stream")
+ON_GPU = ("gpu", "stream")
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
 
@@ -41,14 +41,13 @@ def victim_of(fault: str) -> int:
 
 
 def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
-    import fake_nccl
+    import fake_gpu
     import torch
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
     import gradzip
-    from gradzip.collectives import channel
 
     torch.set_num_threads(1)
     rank, fault, way = int(os.environ["RANK"]), os.environ["FAULT"], os.environ["WAY"]
@@ -56,10 +55,9 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     on_gpu = way in ON_GPU
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if way == "stand-in":
-        fake_nccl.stand_in()
+        fake_gpu.install()
     elif on_gpu:
         torch.cuda.set_device(device)
-        channel._least = 0
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=3 * NAP))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
@@ -72,9 +70,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
     heartbeat = timedelta(seconds=HEARTBEAT) if silent else None
     said: dict[str, Any] = {"rank": rank}
     try:
-        handle = gradzip.attach(
-            model, None, policy, heartbeat=heartbeat, transport="nccl" if way in ("nccl", "stand-in") else "gloo"
-        )
+        handle = gradzip.attach(model, None, policy, heartbeat=heartbeat)
         # In its first steps DDP has exchanges of its own, for which it answers itself.
         for _ in range(0 if fault == "another codec" else 3):
             model(torch.randn(8, 256, device=device)).square().mean().backward()
@@ -104,7 +100,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
 def happen(fault: str) -> None:
     """What a rank does to itself; signals come from outside."""
     from gradzip.emulate.network import INTERFACE
-    from gradzip.exchange.on_host import generic, noise
+    from gradzip.exchange.on_host import gcomp_from_device, generic, noise
     from gradzip.exchange.on_stream import message as on_device
     from gradzip.exchange.peers.gloo import Gloo
 
@@ -116,6 +112,7 @@ def happen(fault: str) -> None:
             raise ArithmeticError("the codec lost count")
 
         generic.GenericCoder.encode = lost_count  # type: ignore[method-assign]
+        gcomp_from_device.GCompOnDevice.encode = lost_count  # type: ignore[method-assign]
         noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
         on_device.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from training import same
 
 import gradzip
-from gradzip import Fixed, Option, Rules
+from gradzip import Fixed, Option, Rules, Unsupported
 from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.exchange import rounds
@@ -403,26 +403,21 @@ def test_gradients_of_16_bits_that_are_not_row_major() -> None:
 # --- Which runner ----------------------------------------------------------------------------------------------------
 
 
-def test_what_has_not_been_run_on_gpus_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_streams_cannot_carry_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_stream, "reason_against", lambda group, device: None)
     group, device = object(), torch.device("cuda", 0)
 
     def chosen(codec: str, route: str, dtype: torch.dtype = torch.float32, patient: bool = False) -> str:
         ways = {"weight": Way(parse(codec), route, False, None)}
-        return runners.choose(ways, {"weight": dtype}, device, group, False, patient)  # type: ignore[arg-type]
+        return runners.choose(ways, {"weight": dtype}, device, group, patient)  # type: ignore[arg-type]
 
     usual = [("sign", "allgather"), ("natural", "alltoall"), ("topk", "allgather"), ("randomk", "allreduce")]
-    for codec, route in (*usual, ("int8:feedback=true", "alltoall")):
-        assert chosen(codec, route) == runners.HOST
-    assert chosen("int8", "alltoall") == runners.STREAM
-    monkeypatch.setattr(runners, "RUN_ON_GPUS", {*runners.RUN_ON_GPUS, "sign", "natural", "topk", "randomk"})
-    assert chosen("natural", "alltoall") == runners.STREAM
-    assert chosen("sign", "allgather") == runners.HOST, "its residuals have not been run"
-    monkeypatch.setattr(runners, "RUN_ON_GPUS", {*runners.RUN_ON_GPUS, runners.FEEDS_BACK})
     for codec, route in (*usual, ("int8:feedback=true", "alltoall")):
         assert chosen(codec, route) == runners.STREAM
         on_gpu = str(NAMED[route].on("gpu"))
         assert chosen(codec, on_gpu) == runners.STREAM
+    assert chosen("int8", "alltoall") == runners.STREAM
+    assert chosen("natural", str(NAMED["alltoall"].on("cpu"))) == runners.HOST, "it is to be coded on the CPU"
     assert chosen("sign", "allgather", torch.float64) == runners.HOST
     assert chosen("sign", "allgather", patient=True) == runners.HOST
     for codec, route in (
@@ -432,4 +427,8 @@ def test_what_has_not_been_run_on_gpus_stays_on_the_host(monkeypatch: pytest.Mon
         ("sign:feedback=cpu", "allgather"),
     ):
         assert chosen(codec, route) == runners.HOST
+    with pytest.raises(Unsupported, match="noise on cuda:0, for 'weight': streams alone carry it there"):
+        chosen("noise", str(NAMED["alltoall"].on("cpu")))
+    with pytest.raises(Unsupported, match="write all its steps for one of the two"):
+        chosen("sign", "enc.gpu > ag.flat > dec.cpu")
     assert stream_codec(parse("qsgd:bucket=100")) is None, "rows of 32 values would belong to two buckets"

@@ -24,10 +24,10 @@ import gradzip
 from gradzip import Codec, Rules
 from gradzip.codecs import lowrank
 from gradzip.codecs.base import Left
-from gradzip.collectives.backward import PipelineBackward
 from gradzip.engines.cuda import pack_select
 from gradzip.errors import GradzipWarning, PeerError
-from gradzip.hooks import runners
+from gradzip.exchange.backward import Backward
+from gradzip.exchange.on_host import streams as on_device
 
 STEPS = 4
 
@@ -35,7 +35,7 @@ STEPS = 4
 def emulate() -> None:
     emulated.install()
     pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
-    runners.by_collectives = lambda device, transport: True  # as models on GPUs
+    on_device.are_needed = lambda device: True  # as models on GPUs
 
 
 class Slow:
@@ -132,18 +132,18 @@ def trained(rank: int) -> dict[str, Any]:
 def of_two_messages() -> list[bool]:
     """For each message of two steps, whether buckets were given out when its means followed."""
     given = list[bool]()
-    inner = PipelineBackward._means_follow
+    inner = Backward._means_follow
 
-    def spy(ending: PipelineBackward) -> None:
+    def spy(ending: Backward) -> None:
         inner(ending)
         given.append(all(ticket.promise.kept for ticket in ending._tickets))
 
-    PipelineBackward._means_follow = spy  # type: ignore[method-assign]
+    Backward._means_follow = spy  # type: ignore[method-assign]
     run = start(Rules({"0.*": "powersgd:rank=1", "*": "powersgd:rank=2"}))
     assert run.handle is not None
     run.train(0, 2)
     run.handle.detach()
-    PipelineBackward._means_follow = inner  # type: ignore[method-assign]
+    Backward._means_follow = inner  # type: ignore[method-assign]
     return given
 
 

@@ -24,6 +24,7 @@ from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.engines.cuda.restore import Change, restore
 from gradzip.exchange.gradients import Way
+from gradzip.exchange.on_host import streams as on_device
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.hooks import runners
 
@@ -41,10 +42,10 @@ OVERFLOW = 5  # the step in which a rank's gradients are infinite
 
 
 def by_host() -> None:
-    """The pipeline of models on GPUs, with the kernels that the stream runner has."""
+    """The host runner as for models on GPUs, with the kernels that the stream runner has."""
     emulated.install()
     pack_select.serves = lambda tensor: tensor.is_contiguous()  # type: ignore[assignment]
-    runners.by_collectives = lambda device, transport: True
+    on_device.are_needed = lambda device: True
 
 
 def train(task: Task, first: int, last: int, overflow: int = OVERFLOW) -> None:
@@ -245,23 +246,19 @@ def test_changes_are_taken_back_exactly_where_a_norm_is_not_finite(sizes: list[i
 # --- Which runner ----------------------------------------------------------------------------------------------------
 
 
-def test_what_has_not_been_run_on_gpus_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_streams_cannot_carry_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_stream, "reason_against", lambda group, device: None)
     group, device = object(), torch.device("cuda", 0)
 
-    def chosen(codec: str, dtype: torch.dtype = torch.float32, learns: bool = False, patient: bool = False) -> str:
+    def chosen(codec: str, dtype: torch.dtype = torch.float32, patient: bool = False) -> str:
         ways = {
             "weight": Way(parse(codec), "factors", True, None),
             "bias": Way(parse("identity"), "allreduce", True, None),
         }
         types = {"weight": dtype, "bias": torch.float32}
-        return runners.choose(ways, types, device, group, learns, patient)  # type: ignore[arg-type]
+        return runners.choose(ways, types, device, group, patient)  # type: ignore[arg-type]
 
-    assert "powersgd" not in runners.RUN_ON_GPUS
-    assert chosen(FACTORS) == runners.HOST
-    monkeypatch.setattr(runners, "RUN_ON_GPUS", {*runners.RUN_ON_GPUS, "powersgd"})
     assert chosen(FACTORS) == runners.STREAM
-    assert chosen(FACTORS, learns=True) == runners.HOST
     for other in (
         f"{FACTORS},alternate=true",
         "powersgd:rank=64",

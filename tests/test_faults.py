@@ -62,8 +62,8 @@ def test_all_ranks_learn_of_other_accidents_in_the_host_runner(fault: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", ["kill", "kill the store's host", "stop", "an exception"])
-def test_all_ranks_learn_of_an_accident_over_nccl(fault: str) -> None:
-    check(fault, "nccl")
+def test_all_ranks_learn_of_an_accident_on_gpus(fault: str) -> None:
+    check(fault, "gpu")
 
 
 @pytest.mark.gpu
@@ -72,13 +72,13 @@ def test_all_ranks_learn_of_an_accident_on_streams(fault: str) -> None:
     check(fault, "stream")
 
 
-def test_all_ranks_learn_of_an_accident_while_data_is_carried() -> None:
+def test_all_ranks_learn_of_an_accident_from_a_device() -> None:
     check("kill", "stand-in")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill the store's host", "stop", "an exception", "asleep"])
-def test_all_ranks_learn_of_other_accidents_while_data_is_carried(fault: str) -> None:
+def test_all_ranks_learn_of_other_accidents_from_a_device(fault: str) -> None:
     check(fault, "stand-in")
 
 

@@ -20,10 +20,9 @@ from test_on_host import connect
 from training import same, start
 
 from gradzip.codecs import books, parse
-from gradzip.collectives import PipelineChannel
 from gradzip.engines.layout import Floor
 from gradzip.errors import CodecError
-from gradzip.exchange.codecs import codec_for_device
+from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
@@ -32,6 +31,7 @@ from gradzip.exchange.on_host.gcomp_from_device import GCompOnDevice
 from gradzip.exchange.on_host.runner import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.parts import Table
+from gradzip.exchange.peers.channel import Channel
 from gradzip.exchange.program import Hop
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
@@ -67,7 +67,7 @@ class Interpreted:
     def __init__(self, codec: str, route: str, topology: Any, dtype: torch.dtype) -> None:
         self.codec, self.dtype, self.world = codec, dtype, topology_size(topology)
         self.memories = [Memory(rank) for rank in range(self.world)]
-        self.whole = codec_for_device(parse(codec), Route.parse(route))
+        self.whole = codes_messages(parse(codec), route, on_device=True)
         assert self.whole is not None
         args = self.whole.text, Route.parse(route), NAMES, SIZES, dtype, topology, self.whole.codes_sums
         self.program = compile_route(*args)
@@ -103,7 +103,7 @@ def exchanged(
         fake_gpu.install()
     wrong = []
     for (codec, route, dtype), means in zip(cases, expected):
-        whole = codec_for_device(parse(codec), Route.parse(route))
+        whole = codes_messages(parse(codec), route, on_device=True)
         assert whole is not None
         for cuts in ([0, len(SIZES)], [0, 2, 6, len(SIZES)]):
             memory, kept = Memory(rank), [torch.empty(n, dtype=dtype, device=device) for n in SIZES]
@@ -214,7 +214,7 @@ def test_attach_trains_as_without_a_device() -> None:
 # --- What fails ------------------------------------------------------------------------------------------------------
 
 
-def on(device: str) -> PipelineChannel:
+def on(device: str) -> Channel:
     """A channel for values on a GPU, or on what stands in for it."""
     if device == "cuda":
         del os.environ["GRADZIP_ENGINE"]  # the right one for each device
@@ -231,7 +231,7 @@ def ready_on(device: str) -> streams.Mark:
 def damaged(rank: int, route: str, device: str = "cpu") -> str:
     """Rank 1 damages what it sends first, behind the headers, which only the device looks at."""
     channel, way = on(device), Route.parse(route)
-    whole = codec_for_device(parse("gcomp:mode=lossless"), way)
+    whole = codes_messages(parse("gcomp:mode=lossless"), route, on_device=True)
     assert whole is not None
     program = compile_route(whole.text, way, ["x"], [40_000], torch.float32, channel.topology, whole.codes_sums)
     send, sent = channel.gloo.send, itertools.count()
@@ -272,7 +272,7 @@ def test_a_damaged_body_names_the_rank_that_sent_it(route: str) -> None:
 def refused(rank: int, codec: str) -> list[str]:
     """Flips each bit of a frame that the host looks at; what was not noticed."""
     fake_gpu.install()
-    whole = codec_for_device(parse(codec), Route.parse(GPU_ALL_TO_ALL))
+    whole = codes_messages(parse(codec), GPU_ALL_TO_ALL, on_device=True)
     assert whole is not None
     lengths = torch.tensor([*range(1, 9), *[0] * 248], dtype=torch.uint8)  # the escape has 8 bits
     book = next(b for n in range(248) if (b := books.of_lengths(lengths.roll(n))).id >> 31)  # as large as ids can be
@@ -315,7 +315,7 @@ def overwritten_early(rank: int, device: str = "cpu") -> dict[str, bool]:
     channel, route, sizes = on(device), Route.parse(GPU_ALL_TO_ALL), [40_000, 3]
     finite = {}
     for codec in ("gcomp:mode=lossless", "identity", "topk:ratio=0.1"):
-        whole = codec_for_device(parse(codec), route)
+        whole = codes_messages(parse(codec), GPU_ALL_TO_ALL, on_device=True)
         assert whole is not None
         program = compile_route(whole.text, route, ["x", "y"], sizes, torch.float32, channel.topology, whole.codes_sums)
         for first, then in ((float("nan"), 0.0), (0.0, float("nan"))):

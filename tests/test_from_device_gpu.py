@@ -1,7 +1,4 @@
-"""The host runner with models on a GPU: what test_from_device.py checks on emulated kernels, on real ones.
-
-Run these, and bench/exchange_gpu.py with --host-runner both, before hooks/runners.py lets it carry models on GPUs.
-"""
+"""The host runner with models on a GPU: what test_from_device.py checks on emulated kernels, on real ones."""
 
 from __future__ import annotations
 
@@ -23,11 +20,12 @@ from training import same
 import gradzip
 from gradzip.exchange.backward import Backward
 from gradzip.exchange.on_host import streams
-from gradzip.hooks import runners
 from gradzip.routes import NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CYCLES = 20_000_000  # about 10 ms
+BY_HOST = ("gcomp:mode=lossless", "gcomp:keep=7", "gcomp", "gcomp:keep=3")
+BY_STREAMS_TOO = ("topk:ratio=0.1", "randomk:ratio=0.2", "powersgd:rank=2", "int8")
 
 
 def check(world: int, codecs: Sequence[str], routes: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
@@ -96,14 +94,12 @@ def test_whether_means_are_finite_is_asked_before_ddp_goes_on() -> None:
 # --- By attach -------------------------------------------------------------------------------------------------------
 
 
-def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
-    """By the host runner, or by collectives/."""
+def trained(rank: int, policy: Any, device: str) -> dict[str, Any]:
     os.environ.pop("GRADZIP_ENGINE", None)  # the right one for each device
     torch.cuda.set_device(0)
-    runners.ON_HOST_RUNNER_FROM_GPU = on
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)).cuda()
+    net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
     model = DistributedDataParallel(net, bucket_cap_mb=0.3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     handle = gradzip.attach(model, optimizer, policy, timeout=TIMEOUT)
@@ -111,7 +107,7 @@ def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
     for number in range(12):
         draw = torch.Generator().manual_seed(100 * number + rank)
         optimizer.zero_grad()
-        loss = model(torch.randn(32, 128, generator=draw).cuda()).square().mean()
+        loss = model(torch.randn(32, 128, generator=draw).to(device)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -121,21 +117,32 @@ def trained(rank: int, policy: str, on: bool, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:gloo"])
-@pytest.mark.parametrize("policy", ["gcomp:mode=lossless", "gcomp:keep=7", "gcomp", "topk:ratio=0.1", "gcomp:keep=3"])
-def test_attach_trains_as_by_collectives_with_identical_replicas(policy: str, backend: str) -> None:
-    today, new = (run_ranks(4, trained, policy, on, backend, deadline=400, backend=backend) for on in (False, True))
-    for found in new:
-        assert found["runner"] == "host"
-        assert same(found["parameters"], new[0]["parameters"])
-    assert today[0]["runner"] == ""
-    assert new[0]["losses"] == pytest.approx(today[0]["losses"], rel=2e-2)
+@pytest.mark.parametrize("policy", [*BY_HOST, *BY_STREAMS_TOO])
+def test_attach_trains_as_on_the_cpu_with_identical_replicas(policy: str, backend: str) -> None:
+    on_cpu = run_ranks(4, trained, policy, "cpu", deadline=400)
+    on_gpu = run_ranks(4, trained, policy, "cuda", deadline=400, backend=backend)
+    for found in on_gpu:
+        assert found["runner"] == ("stream" if policy in BY_STREAMS_TOO and backend == "nccl" else "host")
+        assert same(found["parameters"], on_gpu[0]["parameters"])
+    assert on_cpu[0]["runner"] == "host"
+    assert on_gpu[0]["losses"] == pytest.approx(on_cpu[0]["losses"], rel=2e-2)
+
+
+def test_what_torch_averages_comes_to_the_same_on_a_gpu() -> None:
+    """Its first step waits for all ranks to agree, the others do not."""
+    policy = gradzip.Fixed("identity")
+    on_cpu = run_ranks(4, trained, policy, "cpu", deadline=400)
+    on_gpu = run_ranks(4, trained, policy, "cuda", deadline=400, backend="nccl")
+    for found in on_gpu:
+        assert found["runner"] == "torch"
+        assert same(found["parameters"], on_gpu[0]["parameters"])
+    assert on_gpu[0]["losses"] == pytest.approx(on_cpu[0]["losses"], rel=2e-2)
 
 
 def poisoned(rank: int) -> dict[str, Any]:
     """Gradients are set to zero in DDP's buckets as soon as backward returns, while the host runner still waits."""
     os.environ.pop("GRADZIP_ENGINE", None)
     torch.cuda.set_device(0)
-    runners.ON_HOST_RUNNER_FROM_GPU = True
     wait, early = streams.DeviceStream.wait, []
 
     def late(self: streams.DeviceStream) -> None:

@@ -34,4 +34,9 @@ def fuzzer() -> Path:
 def test_damaged_payloads_do_no_harm(fuzzer: Path) -> None:
     result = subprocess.run([fuzzer, str(PAYLOADS), "1"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"{PAYLOADS} damaged payloads")
+    of = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    assert [line.split()[:3] for line in of] == [
+        [str(PAYLOADS), "damaged", kind] for kind in ("payloads", "frames", "frames")
+    ]
+    assert of[1].endswith("cases of noise")
+    assert of[2].endswith("cases of int8, int4 and fp8")

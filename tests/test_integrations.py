@@ -59,7 +59,7 @@ def as_torchrun() -> None:
 # -- each framework trains the same net: from the start, or from a checkpoint ------------------------------------------
 
 
-def with_lightning(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Module]:
+def with_lightning(folder: Path, resumes: bool, policy: Fixed | None = POLICY) -> tuple[gradzip.Handle, nn.Module]:
     import lightning as L
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
@@ -77,7 +77,7 @@ def with_lightning(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Modu
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
-    callback, module = GradzipCallback(POLICY), Module()
+    callback, module = GradzipCallback(policy), Module()
     saver = ModelCheckpoint(folder, "{step}", every_n_epochs=1, save_top_k=-1, auto_insert_metric_name=False)
     trainer = L.Trainer(
         max_epochs=STEPS // SAVED_AT,
@@ -95,7 +95,7 @@ def with_lightning(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Modu
     return callback.handle, module
 
 
-def with_transformers(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Module]:
+def with_transformers(folder: Path, resumes: bool, policy: Fixed | None = POLICY) -> tuple[gradzip.Handle, nn.Module]:
     from transformers import Trainer, TrainingArguments
 
     from gradzip.integrations.transformers import GradzipCallback
@@ -113,14 +113,14 @@ def with_transformers(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.M
     )
     model = Net()
     trainer = Trainer(model, arguments, train_dataset=[{"x": x} for x in samples(STEPS)])
-    callback = GradzipCallback(trainer, POLICY)
+    callback = GradzipCallback(trainer, policy)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}") if resumes else None)
     assert callback.handle is not None
     return callback.handle, model
 
 
-def with_accelerate(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Module]:
+def with_accelerate(folder: Path, resumes: bool, policy: Fixed | None = POLICY) -> tuple[gradzip.Handle, nn.Module]:
     from accelerate import Accelerator
 
     from gradzip.integrations.accelerate import attach
@@ -129,7 +129,7 @@ def with_accelerate(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Mod
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     data: Any = torch.utils.data.DataLoader(samples(STEPS), BATCH)
     model, optimizer, data = accelerator.prepare(net, optimizer, data)
-    handle = attach(accelerator, model, optimizer, POLICY)
+    handle = attach(accelerator, model, optimizer, policy)
     if resumes:
         accelerator.load_state(str(folder / "saved"))
     for number, x in enumerate(data):
@@ -146,14 +146,14 @@ def with_accelerate(folder: Path, resumes: bool) -> tuple[gradzip.Handle, nn.Mod
     return handle, net
 
 
-FRAMEWORKS: dict[str, Callable[[Path, bool], tuple[gradzip.Handle, nn.Module]]] = {
+FRAMEWORKS: dict[str, Callable[[Path, bool, Fixed | None], tuple[gradzip.Handle, nn.Module]]] = {
     "lightning": with_lightning,
     "transformers": with_transformers,
     "accelerate": with_accelerate,
 }
 
 
-def trained(rank: int, framework: str, folder: str, resumes: bool) -> dict[str, Any]:
+def trained(rank: int, framework: str, folder: str, resumes: bool, policy: Fixed | None = POLICY) -> dict[str, Any]:
     as_torchrun()
     lines: list[str] = []
     heard = logging.Handler()
@@ -162,11 +162,12 @@ def trained(rank: int, framework: str, folder: str, resumes: bool) -> dict[str, 
     logger.addHandler(heard)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", gradzip.GradzipWarning)
-        handle, model = FRAMEWORKS[framework](Path(folder), resumes)
+        handle, model = FRAMEWORKS[framework](Path(folder), resumes, policy)
     return {
         "parameters": [p.detach().clone() for p in model.parameters()],
         "steps": handle.stats()["steps"],
         "sent": handle.stats()["bytes_sent"],
+        "options": {tensor["option"] for tensor in handle.stats()["tensors"].values()},
         "lines": [line for line in lines if "resumed" in line],
         "warned": [str(w.message) for w in caught if issubclass(w.category, gradzip.GradzipWarning)],
     }
@@ -227,6 +228,15 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_three(
     )
     assert [rank["lines"] for rank in resumed[1:]] == [[], []]
     assert all(rank["warned"] == [] for rank in resumed)
+
+
+def test_without_a_codec_the_default_follows_the_optimizer(framework: str, tmp_path: Path) -> None:
+    """SGD in Lightning and Accelerate, AdamW in Trainer."""
+    whole = run_ranks(2, trained, framework, str(tmp_path), False, None)
+    assert replicas_agree(whole)
+    assert [rank["options"] for rank in whole] == [{"noise"}] * 2
+    resumed = run_ranks(2, trained, framework, str(tmp_path), True, None)
+    assert same(resumed[0]["parameters"], whole[0]["parameters"])
 
 
 def two_models(rank: int, folder: str) -> list[int]:

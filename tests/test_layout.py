@@ -95,17 +95,6 @@ def test_imports_point_down(path: Path) -> None:
         assert LAYERS[part] < LAYERS[own], f"{path.name} is in layer {LAYERS[own]} and imports {part or 'gradzip'}"
 
 
-USE_COLLECTIVES = {  # what is left to change when it goes; models on CPUs load none of it
-    "hooks/runners.py",
-}
-
-
-def test_few_know_of_collectives() -> None:
-    others = [path for path in MODULES if _part(path.relative_to(PACKAGE)) != "collectives"]
-    found = {path for path in others if "collectives" in _imported_parts(path.parent, path.read_text())}
-    assert {path.relative_to(PACKAGE).as_posix() for path in found} == USE_COLLECTIVES
-
-
 def test_every_form_of_import_is_understood() -> None:
     forms = {
         "from ..cli import main": {"cli"},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +34,6 @@ from gradzip.exchange.on_stream import slots
 from gradzip.exchange.program import Program
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.hooks import runners
 from gradzip.routes import NAMED
 from gradzip.sensitivity.near import memory_order
 
@@ -88,7 +91,6 @@ def one_by_one(codec: Any, rank: int, number: int, everybodys: Any, program: Pro
 
 def fed_back(rank: int, policy: str) -> dict[str, Any]:
     """A rank has an infinite gradient in step 6; residuals are compared after that and in the end."""
-    runners.RUN_ON_GPUS |= {policy.partition(":")[0], runners.FEEDS_BACK}
     task, codec = Trained(policy, 0.02), parse(policy)
     made = stream_codec(codec)
     assert made is not None
@@ -200,6 +202,8 @@ def hurried(rank: int, policy: str) -> str:
     task = Trained(policy, 0.02)
     for number in range(4):  # kernels are compiled, and messages made
         task.backward(number)
+    task.handle.stats()  # from here on times are taken
+    task.handle.trace(os.devnull, steps=4)
     reduce = task.handle.reduce
 
     def watched(bucket: Any) -> Any:
@@ -225,6 +229,32 @@ def test_hooks_never_wait_for_the_gpu(policy: str) -> None:
     assert run_ranks(2, hurried, policy, backend="nccl") == ["", ""]
 
 
+def timed(rank: int, folder: str) -> tuple[float, float]:
+    task = Trained("noise", 0.02)
+    for number in range(4):
+        task.backward(number)
+    before = task.handle.stats()["exposed_seconds"]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    task.handle.trace(Path(folder) / f"{rank}.json", steps=2)
+    for number in range(4, 8):
+        task.backward(number)
+    return task.handle.stats()["exposed_seconds"] - before, time.perf_counter() - began
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(220)
+def test_streams_are_timed_by_the_gpu(tmp_path: Path) -> None:
+    for rank, (exposed, passed) in enumerate(run_ranks(2, timed, str(tmp_path), backend="nccl")):
+        assert 0 < exposed < passed
+        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [(tracks[e["pid"], e["tid"]], e) for e in events if e["ph"] == "X"]
+        assert {track for track, _ in spans} >= {"compute", "exposed", "encode", "all-to-all", "add", "all-gather"}
+        assert all(0 <= e["dur"] < 1e6 * passed for _, e in spans)
+        assert sum(e["dur"] for track, e in spans if track == "decode") > 0
+
+
 def held(handle: gradzip.Handle) -> list[torch.Tensor]:
     """What PowerSGD keeps of all matrices, left together as kernels put it."""
     torch.cuda.synchronize()
@@ -236,7 +266,6 @@ def factored(rank: int) -> dict[str, Any]:
     """PowerSGD on streams, with its kernels; a rank has an infinite gradient in step 6, of which the host takes back
     what was noted, as a state was saved before; and in step 9, of which the device does.
     """
-    runners.RUN_ON_GPUS |= {"powersgd"}
     task, out, kept = Trained("powersgd:rank=2", 0.02, torch.contiguous_format), dict[str, Any](), list[Any]()
     reduce = task.handle.reduce
 
@@ -297,7 +326,6 @@ def test_powersgd_on_streams_keeps_replicas_identical_and_nothing_of_a_step_that
 
 def changed(rank: int) -> dict[str, Any]:
     """From PowerSGD to noise: the step after the change codes gradients with what PowerSGD has lost of them."""
-    runners.RUN_ON_GPUS |= {"powersgd"}
     slots.FIRST_ROOM = 100.0
     task = Trained("powersgd:rank=2", 0.02, torch.contiguous_format)
     for number in range(5):
@@ -343,7 +371,6 @@ def test_residuals_are_added_when_the_policy_changes_on_streams() -> None:
 
 def learnt(rank: int) -> dict[str, Any]:
     """A policy that looks at means, which stay on the GPU; a rank has an infinite gradient in step 4."""
-    runners.RUN_ON_GPUS |= {runners.LEARNS}
     policy = gradzip.Accordion(gradzip.Fixed("noise"), gradzip.Fixed("noise:share=10%"), window=2, threshold=0.2)
     task = Trained(policy, 0.02)
     for number in range(STEPS):

@@ -17,6 +17,12 @@ import gradzip
 from gradzip import Context, GradzipWarning, engines, parse
 from gradzip.codecs.gcomp import paper_levels, reach_exponents
 from gradzip.engines.layout import EXACT
+from gradzip.exchange.codecs import codes_messages
+from gradzip.exchange.coding import Message
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.topology import Topology
+from gradzip.routes import Route
 from gradzip.sensitivity import survey
 
 
@@ -171,3 +177,33 @@ def test_values_that_are_not_finite_and_zeros_lose_nothing() -> None:
     x, reach = torch.tensor([torch.nan, torch.inf, 0.0, 1.0]), torch.full((4,), 2.0**40)
     assert reach_exponents(x, reach).tolist()[:2] == [EXACT, EXACT]
     assert paper_levels(x, reach).tolist() == [0, 0, 3, 3]
+
+
+def test_means_are_cut_by_the_published_rule_as_well() -> None:
+    """A mean is divided before it is coded, so that it is compared with the reach as a gradient is."""
+    world, size, codec = 4, 4096, parse("gcomp:mode=paper")
+    rng = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(size, generator=rng) for _ in range(world)]
+    reach = torch.randn(size, generator=rng).abs() * 2.0 ** torch.randint(0, 24, (size,), generator=rng)
+    whole = codes_messages(codec, "alltoall")
+    assert whole is not None
+    topology = Topology(0, tuple((rank,) for rank in range(world)))
+    route = Route.parse("alltoall")
+    program = compile_route(whole.text, route, ["weight"], [size], torch.float32, topology, whole.codes_sums)
+    messages = [Message(program.names, torch.float32, rank, world) for rank in range(world)]
+    for message in messages:
+        message.floors = [reach]
+    means = Interpreter(program, whole, messages).run([[gradient.clone()] for gradient in gradients])
+
+    def cut(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        bits = 6 * paper_levels(values, by).to(torch.int32)
+        return (values.view(torch.int32) >> bits << bits).view(torch.float32)
+
+    expected = torch.empty(size)
+    for part in (part for owner in range(world) for part in program.dealt.of_owner(owner)):
+        here, total = slice(part.start, part.stop), torch.zeros(part.numel)
+        for gradient in gradients:
+            total += cut(gradient[here], reach[here])
+        expected[here] = cut(total / world, reach[here])
+    assert (paper_levels(expected, reach) > 0).float().mean() > 0.5
+    assert all(torch.equal(mean, expected) for (mean,) in means)

@@ -69,7 +69,11 @@ def test_the_default_is_what_the_runs_allow(results: ModuleType) -> None:
         if optimizer not in taken:  # an older torch
             continue
         budget = "0.3 %" if taken[optimizer] == "noise:share=0.3%" else "1 %"
-        assert section.cost(rows, task, budget).upper < section.analysis.LIMIT
+        found = section.cost(rows, task, budget)
+        if found.count == 1:
+            assert task == "gpt2", "the only task of which one seed is all that there is"
+            continue
+        assert found.upper < section.analysis.LIMIT
         if budget == "0.3 %":
             assert section.cost(rows, task, "1 %").upper >= section.analysis.LIMIT
 

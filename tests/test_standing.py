@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import emulated
 import pytest
 import streams
@@ -60,3 +62,38 @@ def alone(rank: int, policy: str) -> str:
 def test_a_rank_that_alone_changes_its_policy_is_named_on_all_ranks(policy: str) -> None:
     for said in run_ranks(2, alone, policy):
         assert "rank 1 changed its policy after 2 backward passes, and rank 0 did not" in said
+
+
+def loads(rank: int, which: str) -> str:
+    streams.install(room=1.25)  # slots that change when frames are known
+    task = Task(Fixed("noise"))
+    task.train(0, 2)
+    early = task.handle.state_dict()
+    task.train(2, 12)
+    late = task.handle.state_dict()
+    if which != "alone" or rank == 1:
+        task.handle.load_state_dict(early if rank == 1 and which != "alike" else late)
+    try:
+        task.train(12, 18)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("which", "wanted"),
+    [
+        ("alone", "rank 1 loaded a state after 12 backward passes, and rank 0 did not: call load_state_dict on all"),
+        (
+            "others",
+            r"ranks disagree. Rank \d: a state of step \d+, slots of \d messages .* Load the same checkpoint on",
+        ),
+        ("alike", "^$"),
+    ],
+)
+def test_a_rank_that_loads_another_state_is_named_before_bytes_of_other_slots_are_waited_for(
+    which: str, wanted: str
+) -> None:
+    for said in run_ranks(2, loads, which):
+        assert re.search(wanted, said), said

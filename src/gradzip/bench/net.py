@@ -29,7 +29,7 @@ from ..codecs.gcomp import GComp
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError, Unsupported
 from ..exchange import coding, rounds
-from ..exchange.codecs import codec_for_device, codes_messages, route_of
+from ..exchange.codecs import codes_messages, places_of, route_of
 from ..exchange.comparisons import bit_sum
 from ..exchange.on_host.rounds import submit_rounds
 from ..exchange.on_host.runner import HostMessage, runner_of
@@ -37,7 +37,7 @@ from ..exchange.outcome import Outcome
 from ..exchange.peers.channel import open_channel
 from ..feedback import Memory
 from ..option import Option
-from ..routes import NAMED, Route
+from ..routes import NAMED
 from .sample import Sample
 
 ROUNDS = 7
@@ -188,11 +188,9 @@ class Bench:
 
     def _codec_of_messages(self, codec: Codec, route: str) -> coding.MessageCodec | None:
         """None: it goes in rounds."""
-        found = codes_messages(codec, route)
-        if found is None or self.own.device.type == "cpu":
-            return found
-        found = codec_for_device(codec, Route.parse(route))
-        if found is None:
+        on_device = self.own.device.type != "cpu"
+        found = codes_messages(codec, route, on_device)
+        if found is not None and on_device and (codec.shaped or len(places_of(route)) > 1):
             raise Unsupported(
                 f"{codec} by {route} is not for the host runner on a GPU, which codes on one device and leaves noise "
                 "to streams: leave it out of --codecs, or use --device cpu; bench/exchange_gpu.py times streams"

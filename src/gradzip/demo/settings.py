@@ -24,7 +24,7 @@ WORDS = {
     BF16: "BF16: half the bytes",
     "gcomp": "near-lossless: parameters within 1 ulp",
     "gcomp:keep=7": "BF16's error, two thirds of its bytes",
-    "noise": "zero-mean noise, 1 % of the mean square",
+    "noise": "the default: zero-mean noise, budget 1 %",
     "powersgd:rank=4": "low rank with error feedback",
     "topk:ratio=0.01": "the largest 1 %, with error feedback",
     AUTO: "measures, then chooses",

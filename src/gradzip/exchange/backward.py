@@ -4,8 +4,8 @@ Gradients of equal codec and route in a bucket form a message. Factors and small
 bucket and travel together, in the order of parameter names: a few collectives for the whole step, and the same result
 however DDP cuts its buckets. What a step changes in Memory counts only if its gradients proved finite on all ranks.
 
-Backward sends by the host runner, and ranks compare what they do in rows (exchange/on_host/rows.py).
-PipelineBackward in collectives/ inherits from it and sends gradients that lie on GPUs.
+Messages go by the host runner, and ranks compare what they do in rows (exchange/on_host/rows.py). Where gradients lie
+on a GPU, DDP may have its buckets while the GPU still works on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from . import coding, plain, rounds
 from . import comparisons as checks
 from .finiteness import all_finite
 from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
-from .on_host.rounds import submit_rounds
+from .on_host import streams
+from .on_host.rounds import submit_at_once, submit_rounds
 from .on_host.rows import Row, rows_of
 from .on_host.runner import runner_of
 from .outcome import Outcome
@@ -97,8 +98,6 @@ class Attached:
 class Backward:
     """`take` is called on the thread of backward, the rest happens on the channel's threads."""
 
-    _early = False  # DDP may have its buckets before all is known to be well
-
     def __init__(
         self,
         number: int,
@@ -138,6 +137,10 @@ class Backward:
         self._idle = self.alone and not self.learns and not self.memory.residuals and not self._transforms()
         looked_at = self.alone or self.learns or self.check
         self.by_torch = self.plain and agreed and attached.group is not None and not looked_at
+        self._on_device = streams.are_needed(self.channel.device)
+        # DDP may have its buckets before all is known to be well, where nobody here looks at means.
+        self._early = self._on_device and not (self.learns or scheme.graded or scheme.plain)
+        self._began = _enqueued_so_far(self.channel.device)
         self._rows: list[Row] = []  # by which ranks agree on what this step sends
         self._grids_differ = self._shapes_differ = self._one_joined = False
         self._floors = {name: way.floor for name, way in self.ways.items() if way.floor is not None}
@@ -188,7 +191,14 @@ class Backward:
             self._ended(None, SPARSE, outcome)
 
     def _averaged(self, buffer: torch.Tensor) -> Future:
-        """By torch, which waits for ever for a rank that does something else: the ticket ends that, too."""
+        """By torch. Over Gloo it waits for ever for a rank that does something else: the ticket ends that, too."""
+        if buffer.device.type == "cuda":
+            self._agree_on_plain()
+            with self._lock:
+                self._open += 1
+            assert self.attached.group is not None
+            done = runner_of(self.channel).expect(functools.partial(self._ended, None, PLAIN))
+            return plain.average(buffer, self.attached.group, self.channel, done)
         ticket, future = self._ticket(buffer, f"at step {self.number} of {buffer.numel()} values")
         self._start(ticket, PLAIN, functools.partial(self._average, buffer))
         self._all_started(ticket)
@@ -197,12 +207,16 @@ class Backward:
         return future
 
     def _average(self, buffer: torch.Tensor, done: Callable[[Outcome], None]) -> None:
+        """The same, for whoever waits until the mean is there, on a GPU as well."""
+        self._agree_on_plain()
+        assert self.attached.group is not None
+        plain.average(buffer, self.attached.group, self.channel, runner_of(self.channel).expect(done), wait=True)
+
+    def _agree_on_plain(self) -> None:
         if not self._rows:
             self._agree("plain averaging by torch")
             if not self._agreed:  # a rank that does something else would leave torch's sum waiting
                 self._wait_for_agreement()
-        assert self.attached.group is not None
-        plain.average(buffer, self.attached.group, self.channel, runner_of(self.channel).expect(done))
 
     def _ticket(self, buffer: torch.Tensor, of: str, held: bool = False) -> tuple[Ticket, Future]:
         if held and self._end is None:
@@ -235,9 +249,10 @@ class Backward:
         if buffer.device.type == "cuda" and (last or len(late) < len(named)):
             ready = torch.cuda.current_stream(buffer.device).record_event()
         if as_it_is:
-            self._start_plain(ticket, buffer, named, ready)
+            self._start(ticket, PLAIN, functools.partial(self._average, buffer))
         else:
-            self._start_soon(ticket, named, ready)
+            for draft in named.drafts(self.ways, self.channel.rank, self.channel.world):
+                self._start(ticket, draft.kind, functools.partial(self._submit_draft, draft, ready))
             for together in whole:
                 self._start(ticket, together.kind, functools.partial(self._submit_whole, together, ready))
         if last:
@@ -246,15 +261,6 @@ class Backward:
         if self.totals.error is not None:  # it failed before it knew of this bucket
             self.fail(self.totals.error)
         return future
-
-    def _start_plain(self, ticket: Ticket, buffer: torch.Tensor, named: Bucket, ready: torch.cuda.Event | None) -> None:
-        """Starts to send a bucket as it is."""
-        self._start(ticket, PLAIN, functools.partial(self._average, buffer))
-
-    def _start_soon(self, ticket: Ticket, named: Bucket, ready: torch.cuda.Event | None) -> None:
-        """Starts what need not wait for the last bucket and is not coded as whole messages."""
-        for draft in named.drafts(self.ways, self.channel.rank, self.channel.world):
-            self._start(ticket, draft.kind, functools.partial(self._submit_draft, draft, ready))
 
     def _take_late(self, buffer: torch.Tensor, named: Bucket, last: bool) -> Future:
         """A bucket of a step in which all wait for the last one.
@@ -359,11 +365,16 @@ class Backward:
     def _submit_rounds(self, draft: Draft, ready: torch.cuda.Event | None, done: Callable[[Outcome], None]) -> None:
         assert draft.prepared is not None
         self._agree_on(draft.described)
-        names, tensors, channel = draft.prepared.names, draft.tensors, self.channel
+        names, tensors, channel, by = draft.prepared.names, draft.tensors, self.channel, draft.prepared.in_place
         about = coding.Message(names, tensors[0].dtype, channel.rank, channel.world, self.number)
+        what, agreed = f"{draft.described} at step {self.number}", self._wait_for_agreement
+        if by is not None:
+            kept = draft.codec.name, names, tensors, self.memory, self.scale
+            work = functools.partial(rounds.in_place, by, *kept, self._means_follow)
+            submit_at_once(runner_of(channel), what, work, about, done, agreed, ready)
+            return
         start = functools.partial(rounds.of, draft.codec, tensors, draft.contexts, self.memory, self.scale)
-        what = f"{draft.described} at step {self.number}"
-        submit_rounds(runner_of(channel), what, start, about, done, self._wait_for_agreement)
+        submit_rounds(runner_of(channel), what, start, about, done, agreed, ready)
 
     # -- whether all ranks see and do the same -------------------------------------------------------------------
 
@@ -412,8 +423,14 @@ class Backward:
     def _own_numbers(self) -> torch.Tensor:
         """Whether this rank has joined, and its grids and shapes, of which a sample is looked at."""
         joined, floors = torch.tensor([int(self._joined)]), list(self._floors.values())
-        shapes = [self.shapes.sums(self.number)] if self._compares_shapes else []
-        return torch.cat([joined, checks.floor_sums(floors, self.number), *shapes])
+        with self._stream() as stream:  # a GPU is busy with backward, for which this need not wait
+            stream.after(self._began)
+            shapes = [self.shapes.sums(self.number)] if self._compares_shapes else []
+            return torch.cat([joined, checks.floor_sums(floors, self.number), *shapes])
+
+    def _stream(self) -> streams.Stream:
+        """Of this thread, where it may ask the device for numbers."""
+        return streams.own(self.channel.device) if self._on_device else streams.HOST
 
     def _compare(self, rows: Sequence[torch.Tensor]) -> None:
         """Where grids or shapes differ, or a rank has joined, this step does without them on all ranks."""
@@ -456,7 +473,8 @@ class Backward:
             self._complete.wait()
             if self.channel.error is not None:
                 raise self.channel.error
-            return torch.tensor([checks.bit_sum(tensor) for _, tensor in self.results])
+            with self._stream():
+                return torch.tensor([checks.bit_sum(tensor) for _, tensor in self.results])
 
         def heard(rows: Sequence[torch.Tensor]) -> None:
             found = checks.differences(rows, self.channel.rank, names)
@@ -518,7 +536,16 @@ class Backward:
         self.fail(outcome.error) if outcome.error is not None else self._finish()
 
     def _means_follow(self) -> None:
-        """All that makes a message's means is on the current stream."""
+        """All that makes a message's means is on the current stream. If it is the last one, DDP goes on behind it.
+
+        Whether the means are finite is still to be seen: Memory waits for that, and so does the next backward pass.
+        """
+        with self._lock:
+            last = self._open == 1 and self.totals.error is None
+            self.gave_early = last and self._early and not self.check
+        if self.gave_early:
+            for ticket in self._tickets:
+                ticket.give()
 
     def _finish(self) -> None:
         self.exposed = time.perf_counter() - self._last_came if self._last_came is not None else 0.0
@@ -530,12 +557,8 @@ class Backward:
             self.attached.on_end(self)
         finally:
             self.over.set()
-        self._release()
         for ticket in self._tickets:
             ticket.give()
-
-    def _release(self) -> None:
-        """Nothing is left to be done."""
 
     def fail(self, error: BaseException) -> None:
         """Every bucket that DDP still waits for raises."""
@@ -551,9 +574,13 @@ class Backward:
             self.attached.on_end(self)
         finally:
             self.over.set()
-        self._release()
         for ticket in list(self._tickets):
             ticket.give()
+
+
+def _enqueued_so_far(device: torch.device) -> streams.Mark:
+    """What this thread has a GPU do before it goes on."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def is_alone(channel: Channel) -> bool:

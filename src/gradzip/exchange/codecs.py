@@ -51,22 +51,36 @@ def message_codec(codec: Codec) -> MessageCodec | None:
     return _OWN.get(codec.name, GenericMessages)(codec)
 
 
+@lru_cache(maxsize=256)
+def places_of(route: str) -> frozenset[str]:
+    """Where a route codes: on the CPU, on the GPU, on both, or nowhere."""
+    return frozenset(step.where for step in Route.parse(route).steps if step.kind in CODING)
+
+
 @lru_cache(maxsize=64)
 def codec_for_device(codec: Codec, route: Route) -> MessageCodec | None:
-    """The same for values on a GPU, which a route codes there or on the CPU; None: in both, or by streams alone."""
-    places = {step.where for step in route.steps if step.kind in CODING}
+    """The codec for whole messages of values on a GPU that go by the host.
+
+    None: it goes in rounds or by streams alone, or the route codes in two places.
+    """
+    places = places_of(str(route))
     if len(places) > 1 or codec.shaped:
         return None
     whole = message_codec(codec)
+    # What has kernels of its own for whole messages on the CPU has those of parts on a GPU.
     return GenericMessages(codec) if places == {"gpu"} and isinstance(whole, ScaledMessages) else whole
 
 
-def codes_messages(codec: Codec, route: str) -> MessageCodec | None:
-    """The codec for whole messages that go by a route on the host; None: they go in rounds (rounds.py)."""
+@lru_cache(maxsize=256)
+def codes_messages(codec: Codec, route: str, on_device: bool = False) -> MessageCodec | None:
+    """The codec for whole messages that go by a route on the host; None: they go in rounds (rounds.py).
+
+    `on_device`: the values lie on a GPU, and the route codes them there or on the CPU.
+    """
     found = message_codec(codec)
     if found is None or not (codec.lossless or found.adds_frames or Route.parse(route).compresses):
         return None
-    return found
+    return (codec_for_device(codec, Route.parse(route)) if on_device else None) or found
 
 
 def fills_frames(codec: Codec) -> bool:
@@ -75,7 +89,7 @@ def fills_frames(codec: Codec) -> bool:
 
 
 _ON_STREAMS = ("alltoall", "allgather", "allreduce")
-_NAMES = {str(route): name for name in _ON_STREAMS for route in (NAMED[name], NAMED[name].on("gpu"))}
+_NAMES = {str(NAMED[name].on("gpu")): name for name in _ON_STREAMS}
 
 
 @lru_cache(maxsize=64)

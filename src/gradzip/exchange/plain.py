@@ -27,11 +27,15 @@ _leaving = False  # there is no time for explanations
 
 
 def average(
-    buffer: torch.Tensor, group: dist.ProcessGroup, channel: Channel, done: Callable[[Outcome], None]
+    buffer: torch.Tensor,
+    group: dist.ProcessGroup,
+    channel: Channel,
+    done: Callable[[Outcome], None],
+    wait: bool = False,
 ) -> torch.futures.Future[torch.Tensor]:
     """Divided first, then one sum of torch's. `done` is called when data has come, or at once on a GPU.
 
-    There nobody waits on the host: the future is of the device, as NCCL's are.
+    There nobody waits on the host, unless told to: the future is of the device, as NCCL's are.
     """
     size, world, groups = buffer.numel() * buffer.itemsize, channel.world, channel.groups
     sent = 2 * (world - 1) * size // world
@@ -42,7 +46,10 @@ def average(
         arrived()
         outcome = Outcome(bytes_sent=sent, bytes_out=out, collectives=1)
         try:
-            return future.value()[0]
+            mean = future.value()[0]
+            if wait and mean.device.type == "cuda":
+                torch.cuda.current_stream(mean.device).synchronize()
+            return mean
         except BaseException as error:
             outcome.error = error  # whatever becomes of the explanation
             if _leaving or not isinstance(error, Exception):

@@ -1,19 +1,19 @@
 """Codecs that exchange in several rounds, such as PowerSGD, and those whose frames are averaged without decoding them.
 
 Either is a generator: it yields one flat tensor after the other, each of which is to be replaced by its mean over all
-ranks, and in the end it has put the means where the gradients were. What averages a tensor is a program of its own,
-made here: there is no other way to average uncompressed values on CPUs.
+ranks, and in the end it has put the means where the gradients were. Where kernels replace gradients in place, they call
+for averages instead. What averages a tensor is a program of its own, made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 
 import torch
 
 from ..codecs import Codec, Context
-from ..codecs.base import wide
+from ..codecs.base import InPlace, wide
 from ..feedback import Memory
 from ..routes import NAMED
 from .compiler import compile_route
@@ -23,6 +23,7 @@ from .program import Program
 from .topology import Topology
 
 Rounds = Generator[torch.Tensor, None, bool]  # in the end, whether the means are finite
+Average = Callable[[torch.Tensor], None]  # replaces a tensor by its mean over all ranks
 
 
 @lru_cache(maxsize=256)  # the averages of a step are the same in the next
@@ -36,6 +37,36 @@ def of(
 ) -> Rounds:
     """Those of one step, for these gradients."""
     return (_of_codec if codec.rounds > 1 else _of_frames)(codec, tensors, contexts, memory, scale)
+
+
+def run(start: Callable[[], Rounds], average: Average) -> bool:
+    """All rounds, where each average is waited for; whether the means are finite."""
+    rounds = start()
+    while True:
+        try:
+            flat = next(rounds)
+        except StopIteration as end:
+            return bool(end.value)
+        average(flat)
+
+
+def in_place(
+    by: InPlace,
+    codec: str,
+    names: Sequence[str],
+    tensors: list[torch.Tensor],
+    memory: Memory,
+    scale: float,
+    enqueued: Callable[[], None],
+    average: Average,
+) -> bool:
+    """The same by what replaces these tensors in place, of the codec of that name; whether the means are finite.
+
+    `enqueued` is called when the means are on the current stream, maybe still to be done.
+    """
+    left = by.reduce(memory.of_all(by, names, codec, tensors, scale), scale, average, enqueued)
+    memory.keep_all(by, names, codec, left.kept)
+    return left.finite
 
 
 def _of_codec(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from ..spans import span
 from .gradients import Bucket, Future, Late, Named, Way
 from .on_stream.factors import FactorMessage
 from .on_stream.runner import StreamRunner
@@ -62,7 +63,8 @@ class StreamedBackward:
             self.results += named
         drafts = self._drafts() if last else []
         began = time.perf_counter()
-        future = self._runner.take(buffer, streamed, last, waits, [message for _, message in drafts])
+        with span("enqueue", f"a bucket from {named[0][0]!r} on" if named else "an empty bucket"):
+            future = self._runner.take(buffer, streamed, last, waits, [message for _, message in drafts])
         coding = (time.perf_counter() - began) / max(len(streamed), 1)
         for each in streamed:
             sent, found = each.bytes_sent, self.parts.setdefault(each.kind, Outcome())

@@ -29,7 +29,7 @@ class Disabled(Handle):
         counts = ("steps", "steps_here", "bytes_sent", "bytes_raw", "collectives", "memory")
         seconds = dict.fromkeys(("coding_seconds", "waiting_seconds", "exposed_seconds"), 0.0)
         empty: dict[str, Any] = {"codecs": {}, "tensors": {}, "history": [], "prediction": {}, "noise": {}}
-        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "transport": "", "runner": ""} | empty
+        return dict.fromkeys(counts, 0) | seconds | {"ratio": 1.0, "runner": ""} | empty
 
     def log(self, writer: Writer, every: int = 100) -> None:
         """Nothing is exchanged, and nothing is written."""

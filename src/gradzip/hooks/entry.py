@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ..codecs import Codec
 from ..errors import Unsupported, nearest
 from ..exchange.on_stream import runner as on_stream
-from ..exchange.peers import channel, transports
+from ..exchange.peers import channel
 from ..option import Option
 from ..plan import Plan
 from ..policy import Fixed, Policy, as_policy
 from ..sensitivity.survey import unwrap
-from . import default, settings
+from . import default, runners, settings
 from .default import Default
 from .disabled import Disabled
 from .handle import Handle
@@ -68,25 +68,25 @@ def attach(
     A list of optimizers is one for each part of the model; a parameter's rules come from the one that holds it.
     `scaler` is the GradScaler of mixed-precision training. `mesh` tells which ranks share a host (two dimensions, hosts
     first); by default the launcher's LOCAL_WORLD_SIZE does. A rank counts as dead when its heartbeat stops for
-    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min). `transport` is what carries large messages
-    of a model on a GPU: "gloo" from the host's memory, or "nccl" from GPU to GPU.
+    `heartbeat` (30 s), or one message takes longer than `timeout` (30 min). `transport` is refused: what carries
+    messages follows from model and policy (hooks/runners.py).
 
     "auto" profiles the first steps of the run and lets a few codecs race on the next ones; "auto:quality=near",
     "auto:quality=lossy" and "auto:codecs=gcomp,powersgd" say which (planner/auto.py).
 
     The environment has the last word: GRADZIP=off leaves the model as it is, GRADZIP_POLICY is used instead of
-    `policy`, and GRADZIP_TRANSPORT instead of `transport`. Set them alike on all ranks.
+    `policy`. Set them alike on all ranks.
     """
     ddp = _unwrapped(model)
     _check(ddp)
     optimizers = _optimizers(optimizer)
     taken = _default(ddp, optimizers) if policy is None and not os.environ.get(POLICY, "").strip() else None
     _compare_settings(ddp, policy, scaler, timeout, heartbeat, transport, taken)
+    runners.check_unchosen(transport)
     if _switched_off():
         return Disabled()
     policy = _from_environment() or policy
     arguments: dict[str, Any] = {"scaler": scaler, "mesh": mesh, "timeout": timeout, "heartbeat": heartbeat}
-    arguments["transport"] = transport
     if taken is not None:
         policy, arguments["default"] = taken.policy, taken
     assert policy is not None
@@ -230,7 +230,7 @@ def _compare_settings(
         SWITCH: "off" if _switched_off() else "on",
         CHECK: "1" if checks_results() else "",
         POLICY: os.environ.get(POLICY, "").strip(),
-        transports.TRANSPORT: os.environ.get(transports.TRANSPORT, "").strip().lower(),
+        runners.TRANSPORT: os.environ.get(runners.TRANSPORT, "").strip().lower(),
         "transport=": transport or "",
         "timeout=": str(timeout or ""),
         "heartbeat=": str(heartbeat or ""),

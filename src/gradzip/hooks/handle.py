@@ -26,11 +26,13 @@ from ..codecs import Codec
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange.backward import Attached, Backward, is_alone
 from ..exchange.finiteness import all_finite
-from ..exchange.gradients import Future, Scheme, Way
+from ..exchange.gradients import Future, Late, Scheme, Way
 from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.checks import Row
+from ..exchange.on_stream.slots import LATE
 from ..exchange.outcome import Outcome
 from ..exchange.peers.abort import Abort
+from ..exchange.peers.channel import open_channel
 from ..exchange.shared_book import SharedBook
 from ..exchange.streamed import StreamedBackward
 from ..exchange.topology import Topology
@@ -54,7 +56,8 @@ from .ways import Ways, parameter_names, sparse_parameters
 
 if TYPE_CHECKING:
     from ..planner.auto import Pilot
-    from .trace import Tracer
+    from ..planner.perfetto import Span
+    from .trace import HostTracer, StreamTracer
 
 STATE_VERSION = 0
 _BEHIND = "the exchange failed when the last gradients were in use already, so that this state is a step behind"
@@ -76,7 +79,6 @@ class Handle:
         mesh: DeviceMesh | None = None,
         timeout: timedelta | None = None,
         heartbeat: timedelta | None = None,
-        transport: str | None = None,
         default: Default | None = None,
     ) -> None:
         """`default`: why this policy, where the user named none."""
@@ -92,14 +94,12 @@ class Handle:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
-        from_device = runners.carries_from(self._device, transport)
-        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model), from_device)
+        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
         ways = self._ways.check(policy)
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
         self._patient = model.find_unused_parameters or model.static_graph
-        runner = self._choose_runner(ways, self._learns)
-        about = mesh, timeout, heartbeat, transport
-        self._channel, self._backward_on_host = runners.connect(model, self._device, *about)
+        runner = self._choose_runner(ways)
+        self._channel = open_channel(group, self._device, mesh, timeout, heartbeat)
         self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
         self._backward: Backward | StreamedBackward | None = None
@@ -122,6 +122,8 @@ class Handle:
         self._stream: on_stream.StreamRunner | None = None
         self._abort: Abort | None = None
         self._slots_to_load: on_stream.SavedSlots = {}, []  # of a state that was loaded before the runner was needed
+        self._loaded = ""  # in words, a state that ranks have still to compare
+        self._bytes_out: dict[int, int] = {}  # of steps on streams whose times are not known yet
         self._rates: dict[int, list[float]] = {}  # of the steps that a policy on streams has still to learn of
         self._noise = NoiseShare(self._warn)
         self._scheme = Scheme({})
@@ -135,7 +137,9 @@ class Handle:
         self._metrics: list[Metrics] = []
         self._lock = threading.Lock()
         self._progress = _progress(policy)
-        self._tracer: Tracer | None = None
+        self._tracer: HostTracer | None = None
+        self._stream_tracer: StreamTracer | None = None
+        self._was_asked = False  # for stats()
         self._meet(Scheme(ways, runner == runners.STREAM))
         self._assumptions = Assumptions(optimizers, self._warn)
         self._early_fetch = EarlyFetch(model, self._numbers) if self._device.type == "cuda" else None
@@ -186,7 +190,7 @@ class Handle:
         """Uses another policy from the next step on. Call it on all ranks at the same point."""
         chosen = as_policy(policy)
         ways = self._ways.check(chosen)
-        self._choose_runner(ways, isinstance(chosen, Adaptive))
+        self._choose_runner(ways)
         self._drain()
         self._memory.fold()  # what sums lost on routes that may no longer be taken
         self._policy, self._progress, self._agreed = chosen, _progress(chosen), None
@@ -200,14 +204,13 @@ class Handle:
         model = self._model()
         if steps < 1 or model is None:
             raise Unsupported(f"trace(steps={steps}): give at least one step of a model that is still there")
-        if self._scheme.streams:
-            raise Unsupported(
-                "trace shows threads of the host, and these gradients stay on the GPU: use torch.profiler"
-            )
-        from .trace import Tracer  # who does not trace need not load the planner
+        from .trace import HostTracer, StreamTracer  # who does not trace need not load the planner
 
         self._drain()
-        self._tracer = Tracer(Path(path), steps, model, self._channel.watch)
+        if self._stream is not None and self._scheme.streams:
+            self._stream_tracer = StreamTracer(Path(path), steps, model, self._stream.times)
+        else:
+            self._tracer = HostTracer(Path(path), steps, model, self._channel.watch)
 
     def end_epoch(self) -> None:
         """Tells a policy that counts epochs that one is over. Call it on all ranks at the same point."""
@@ -220,13 +223,15 @@ class Handle:
 
         `bytes_sent` is what it sent and `bytes_raw` what a ring all-reduce would have; `coding_seconds` and
         `waiting_seconds` are what its threads spent coding and waiting for data, `exposed_seconds` what passed between
-        the arrival of the last bucket and the end of the exchange. `codecs` has the same by codec and route (what
-        travels with PowerSGD's factors counts there), `tensors` the option and the memory of each parameter, `memory`
-        the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py), `runner` what
-        carried the last step, `history` what a policy that learns has decided, `prediction` what the plan said of a
-        step beside the median of the last ones, `transport` what carries large messages.
+        the arrival of the last bucket and the end of the exchange. (On streams that is measured once someone has asked,
+        by this, `log`, a plan or the lines that rank 0 logs, and is known two steps later.) `codecs` has the same by
+        codec and route (what travels with PowerSGD's factors counts there), `tensors` the option and the memory of each
+        parameter, `memory` the bytes held from step to step, `noise` what rounding at random came to (hooks/noise.py),
+        `runner` what carried the last step, `history` what a policy that learns has decided, `prediction` what the plan
+        said of a step beside the median of the last ones.
         """
         self._drain()
+        self._was_asked = True
         return self._stats_now()
 
     def log(self, writer: Writer, every: int = 100) -> None:
@@ -252,6 +257,7 @@ class Handle:
             return
         try:
             self._note(self._stream.look)
+            self._note_times(self._steps)
         except PeerError as error:
             report.logger.error("%s", error)
 
@@ -287,22 +293,22 @@ class Handle:
             "noise": self._noise.stats(world),
             "runner": self._runner(),
             "history": list(learns.history) if learns else [],
-            "transport": self._channel.transport,
             "prediction": {} if self._progress is None else self._progress.compared(),
         }
 
     def _runner(self) -> str:
-        """What carried the gradients of the last step; empty before the first one, and where collectives/ did."""
+        """What carried the gradients of the last step; empty before the first one."""
         if not (self._steps_here and self._scheme.ways):
             return ""
         if self._scheme.streams:
             return runners.STREAM
-        if self._by_torch:
-            return runners.TORCH
-        return runners.HOST if self._scheme.whole or self._backward_on_host is Backward else ""
+        return runners.TORCH if self._by_torch else runners.HOST
 
     def detach(self) -> None:
-        """Back to plain averaging, from the next step on. Call it on all ranks at the same point."""
+        """Back to plain averaging, from the next step on. Call it on all ranks at the same point.
+
+        Buffers are given back, on GPUs too; what error feedback holds stays for `state_dict`, as long as the handle.
+        """
         if self.pilot is not None:
             self.pilot.end()
         if self.on_detach is None:
@@ -321,6 +327,16 @@ class Handle:
             self._abort.hear()
             self._channel.on_failure.remove(self._abort)
         self._channel.leave()
+        self._free()
+
+    def _free(self) -> None:
+        """Lets go of buffers and tables. Where an error ended the exchange, something may still be writing to them."""
+        if self.error is not None:
+            return
+        self._buckets, self._attached.late, self._early_fetch = Buckets(self._names), Late(), None
+        self._shapes.free()
+        if self._stream is not None:
+            self._stream.free()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -370,6 +386,7 @@ class Handle:
         self._memory.load_state_dict(state, shapes, self._device)
         self._books.load_state_dict(state)
         self._slots_to_load = slots
+        self._loaded = f"a state of step {steps}, {on_stream.described(slots)}"
         if self._stream is not None:
             self._stream.go_on_from(slots)
         self._steps, self._agreed = steps, None
@@ -436,6 +453,7 @@ class Handle:
         if self._stream is not None and self.error is None:
             try:
                 self._note(self._stream.drain)
+                self._note_times(None)
             except PeerError as error:
                 self._heard()
                 self.error = self._channel.fail(error)
@@ -473,21 +491,19 @@ class Handle:
             self._attached.shapes_version = object()
         self._attached.learns, rates, agreed = self._learns, self._learning_rates(), self._agreed is self._scheme
         joined = self._has_joined()
-        begun = self._backward_on_host(
-            self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins()
-        )
+        begun = Backward(self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins())
         self._assumptions.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
-    def _choose_runner(self, ways: Mapping[str, Way], learns: bool) -> str:
-        return runners.choose(ways, self._types, self._device, self._group, learns, self._patient)
+    def _choose_runner(self, ways: Mapping[str, Way]) -> str:
+        return runners.choose(ways, self._types, self._device, self._group, self._patient)
 
     def _choose_scheme(self, ways: dict[str, Way]) -> None:
         before, renewed = self._scheme, self._scheme.with_floors_of(ways)
         if renewed is not None:
             self._scheme = renewed
             return
-        self._scheme = Scheme(ways, self._choose_runner(ways, self._learns) == runners.STREAM)
+        self._scheme = Scheme(ways, self._choose_runner(ways) == runners.STREAM)
         text = self._agreement(self._scheme)
         if (self._scheme.streams or before.streams) and text != self._agreement(before):
             self._channel.compare(text, wait=True)  # unequal sizes would hang NCCL
@@ -496,6 +512,9 @@ class Handle:
 
     def _begin_streamed(self, scale: float) -> StreamedBackward:
         runner = self._start_stream()
+        if self._loaded:
+            self._channel.compare(self._loaded, wait=True, loaded=True)
+            self._loaded = ""
         self._has_joined()  # warns
         # A rank that has run out of inputs takes no steps, so that its second moments fall behind: nobody uses them.
         use_shapes = self._scheme.shaped and not self._joins()
@@ -512,7 +531,10 @@ class Handle:
         self._channel.standing.begin_pass()
         begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
         then = None if observe is None else begun.show
+        runner.times.wants_stages = self._progress is not None
+        runner.times.wants_exposed = self._was_asked or bool(self._metrics) or self._journal.is_read
         self._note(lambda: runner.begin(self._steps, use_shapes, self._attached.check, scale, then))
+        self._note_times(self._steps - LATE)
         self._assumptions.begin(active=False)
         return begun
 
@@ -526,6 +548,8 @@ class Handle:
                 self._totals.add(part)
                 self._parts.setdefault(kind, Outcome()).add(part)
             self._bytes_raw += ended.raw_bytes
+            if self._progress is not None:
+                self._bytes_out[self._steps] = sum(part.bytes_out for part in ended.parts.values())
             self._steps += 1
             self._steps_here += 1
             self._agreed = None
@@ -545,6 +569,19 @@ class Handle:
                 rates = self._rates.pop(row.step, None)
                 if rates is not None and row.outcome.finite and isinstance(self._policy, Adaptive):
                     self._policy.end_step(rates)
+
+    def _note_times(self, last: int | None) -> None:
+        """Takes note of when the work of steps up to that one ran, as far as it is known; None: waits for all."""
+        assert self._stream is not None
+        with self._lock:
+            for known in self._stream.times.read(last):
+                self._exposed += known.exposed
+                sent = self._bytes_out.pop(known.step, None)
+                if sent is not None:
+                    self._compare(known.ended, known.wire, sent, known.exposed)
+                tracer = self._stream_tracer
+                if tracer is not None and tracer.step(known.step + 1, known.moments, self._predicted()):
+                    self._stream_tracer = None
 
     def _scale_held(self) -> torch.Tensor | None:
         """Where the scaler keeps the loss scale, if it is torch's own."""
@@ -635,7 +672,10 @@ class Handle:
             self._noise.step(ended.totals, sum(part.bytes_sent for part in ended.parts.values() if part.values))
             self._steps += 1
             self._steps_here += 1
-            self._compare(ended)
+            now = time.perf_counter()
+            self._compare(now, self._channel.watch.wire_seconds(), ended.totals.bytes_out, ended.exposed)
+            if self._tracer is not None and self._tracer.step(self._steps, now - ended.exposed, self._predicted()):
+                self._tracer = None
             self._agreed = self._scheme if ended.plain else None
             self._by_torch = ended.by_torch
             if self._assumptions.samples:
@@ -645,20 +685,20 @@ class Handle:
             if ended.learns and isinstance(self._policy, Adaptive):
                 self._teach(self._policy, ended)
 
-    def _compare(self, ended: Backward) -> None:
+    def _compare(self, now: float, wire_s: float, bytes_out: int, exposed: float) -> None:
         """A step beside what its plan said of it."""
-        now = time.perf_counter()
         if self._progress is not None:
-            wire_s = self._channel.watch.wire_seconds()
-            said = self._progress.step(now, wire_s, ended.totals.bytes_out, ended.exposed)
+            said = self._progress.step(now, wire_s, bytes_out, exposed)
             if said and self._channel.rank == 0:
                 self._warn(said)
-        if self._tracer is not None:
-            from ..planner import perfetto
 
-            predicted = perfetto.spans(self._policy) if isinstance(self._policy, Plan) else []
-            if self._tracer.step(self._steps, now - ended.exposed, predicted):
-                self._tracer = None
+    def _predicted(self) -> list[Span]:
+        """The timeline of the plan, if there is one."""
+        if not isinstance(self._policy, Plan):
+            return []
+        from ..planner import perfetto
+
+        return perfetto.spans(self._policy)
 
     def _teach(self, policy: Adaptive, ended: Backward) -> None:
         """Shows a policy the means of a step that all ranks took, and will take."""

@@ -43,6 +43,11 @@ class Journal:
         if not quiet:
             _journals.add(self)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether its lines go anywhere."""
+        return self in _journals and (logger.level == logging.NOTSET or logger.isEnabledFor(logging.INFO))
+
     def step(self, steps: int) -> None:
         """So many are over."""
         if self in _journals and (steps == FIRST or (steps and steps % EVERY == 0)):

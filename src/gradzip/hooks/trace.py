@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ..exchange.recording import Watch
+from ..exchange.on_stream.times import Times
+from ..exchange.recording import Moment, Watch
 from ..planner import perfetto
 from ..planner.perfetto import Span
 
 
-class Tracer:
+class Tracer(ABC):
     """Records so many steps, then writes the file. Times count from the end of forward, where backward begins."""
 
-    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, watch: Watch) -> None:
-        self._path, self._left, self._watch = path, steps, watch
-        self._forward: tuple[float, float] | None = None
-        self._begun = 0.0
+    def __init__(self, path: Path, steps: int, model: DistributedDataParallel) -> None:
+        self._path, self._left = path, steps
         self._stories: dict[str, list[Span]] = {}
         self._hooks = [
             model.register_forward_pre_hook(self._forward_begins),
             model.register_forward_hook(self._forward_ends),
         ]
+
+    @abstractmethod
+    def _forward_begins(self, *_: Any) -> None: ...
+
+    @abstractmethod
+    def _forward_ends(self, *_: Any) -> None: ...
+
+    def _add(self, number: int, moments: Sequence[Moment], predicted: list[Span]) -> bool:
+        """What happened in a step. True when the file is written."""
+        self._stories[f"measured, step {number}"] = [Span(*moment) for moment in moments]
+        self._left -= 1
+        if self._left:
+            return False
+        perfetto.save(self._path, ({"predicted": predicted} if predicted else {}) | self._stories)
+        for hook in self._hooks:
+            hook.remove()
+        return True
+
+
+class HostTracer(Tracer):
+    """By the clock of the host, of what its threads do."""
+
+    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, watch: Watch) -> None:
+        super().__init__(path, steps, model)
+        self._watch = watch
+        self._forward: tuple[float, float] | None = None
+        self._begun = 0.0
         watch.record()
 
     def _forward_begins(self, *_: Any) -> None:
@@ -35,24 +63,38 @@ class Tracer:
 
     def step(self, number: int, last_bucket: float, predicted: list[Span]) -> bool:
         """A backward has ended. True when the file is written."""
-        now, forward, moments = time.perf_counter(), self._forward, self._watch.recorded()
+        now, forward, seen = time.perf_counter(), self._forward, self._watch.recorded()
         if forward is None:  # it was under way when recording began
             self._watch.record()
             return False
         zero = forward[1]
-        spans = [
-            Span("compute", "forward", forward[0] - zero, 0.0),
-            Span("compute", "backward", 0.0, last_bucket - zero),
-            Span("exposed", "exchange that backward does not hide", last_bucket - zero, now - zero),
+        moments = [
+            Moment("compute", "forward", forward[0] - zero, 0.0),
+            Moment("compute", "backward", 0.0, last_bucket - zero),
+            Moment("exposed", "exchange that backward does not hide", last_bucket - zero, now - zero),
+            *(Moment(m.track, m.name, m.begin - zero, m.end - zero) for m in sorted(seen)),
         ]
-        spans += [Span(m.track, m.name, m.begin - zero, m.end - zero) for m in sorted(moments)]
-        self._stories[f"measured, step {number}"] = spans
-        self._left -= 1
-        if self._left:
-            self._forward = None
-            self._watch.record()
-            return False
-        perfetto.save(self._path, ({"predicted": predicted} if predicted else {}) | self._stories)
-        for hook in self._hooks:
-            hook.remove()
-        return True
+        if self._add(number, moments, predicted):
+            return True
+        self._forward = None
+        self._watch.record()
+        return False
+
+
+class StreamTracer(Tracer):
+    """By the clock of the GPU, of what its streams do."""
+
+    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, times: Times) -> None:
+        super().__init__(path, steps, model)
+        self._times = times
+        times.trace(steps)
+
+    def _forward_begins(self, *_: Any) -> None:
+        self._times.forward_begins()
+
+    def _forward_ends(self, *_: Any) -> None:
+        self._times.forward_ends()
+
+    def step(self, number: int, moments: Sequence[Moment], predicted: list[Span]) -> bool:
+        """A step has become known. True when the file is written."""
+        return bool(moments) and self._add(number, moments, predicted)

@@ -17,8 +17,7 @@ from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
-from ..exchange.codecs import codec_for_device, codes_messages, message_codec, route_of
-from ..exchange.coding import MessageCodec
+from ..exchange.codecs import codes_messages, message_codec, route_of
 from ..exchange.flattening import flatten
 from ..exchange.gradients import Way
 from ..exchange.topology import Topology
@@ -75,10 +74,9 @@ class Ways:
         optimizers: Sequence[torch.optim.Optimizer],
         topology: Topology,
         sparse: Set[torch.Tensor] = frozenset(),
-        from_device: bool = True,
     ) -> None:
-        """`sparse`: parameters whose gradients torch averages itself; `from_device`: see runners.carries_from."""
-        self._sparse, self._from_device = sparse, from_device
+        """`sparse`: parameters whose gradients torch averages itself."""
+        self._sparse = sparse
         self._names, self._device, self._optimizers, self._topology = names, device, optimizers, topology
         self._grids = [sensitivity.Grids(optimizer) for optimizer in optimizers]
         self._policy: Policy | None = None  # that the last answers are of
@@ -175,11 +173,7 @@ class Ways:
     def _way(self, codec: Codec, option: Option, parameter: torch.Tensor) -> Way:
         route = self._route(codec, option)
         late = route == "factors" or (codec.name == "identity" and route == "allreduce" and small(parameter.shape))
-        whole: MessageCodec | None = None
-        if self._device.type == "cpu" or codec.shaped:  # shaped codecs of GPUs go on streams
-            whole = codes_messages(codec, route)
-        elif self._from_device and not late and (Route.parse(route).compresses or codec.lossless):
-            whole = codec_for_device(codec, Route.parse(route))
+        whole = codes_messages(codec, route, self._device.type != "cpu")
         return Way(codec, route, late, None, whole)
 
     def _route(self, codec: Codec, option: Option) -> str:
@@ -187,8 +181,9 @@ class Ways:
         if route == "factors":
             return route
         self._topology.check(Route.parse(route))
-        device = option.device or ("cpu" if self._device.type == "cpu" else "gpu")
-        return str(NAMED[route].on(device)) if device == "gpu" and route in NAMED and route != "allreduce" else route
+        if self._device.type == "cpu" or route not in NAMED or route == "allreduce":
+            return route
+        return str(NAMED[route].on(option.device or "gpu"))
 
     def _floors(self, codec: GComp, scale: float, wanted: Mapping[torch.Tensor, _Graded], read: Read) -> _Floors:
         """Where each parameter's gradient may be cut, for the step about to be taken."""

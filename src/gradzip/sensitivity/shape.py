@@ -165,6 +165,12 @@ class SecondMoments:
         if seconds:
             self._shaper = Shaper(seconds, [self._places[kept.name] for kept in self._kept])
 
+    def free(self) -> None:
+        """Lets go of all shapes; they are made again where they are asked for."""
+        self._flat, self._scratch, self._sampled, self._shaper = torch.empty(0, dtype=torch.int8), None, None, None
+        self._places, self._moments, self._settled, self._shapes, self._counted = {}, {}, {}, {}, {}
+        self._kept, self._waiting, self._states, self._is_new = [], [], [], True
+
     def of(self, names: Sequence[str]) -> list[torch.Tensor | None]:
         """The shapes of some gradients; None: all values of that one alike."""
         return [self._shapes.get(name) for name in names]

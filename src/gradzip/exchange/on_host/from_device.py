@@ -1,6 +1,6 @@
 """Chunks of messages on a device, for the host runner: values stay there, frames travel from pinned memory.
 
-Threads, chunks and connections are those of on_host.py, and so are frames and sums. Each thread has a stream
+Threads, chunks and connections are those of runner.py, and so are frames and sums. Each thread has a stream
 on the device (streams.py). It waits for the device where sizes and frames are needed, before they are sent, and once at
 the end of a chunk, when DDP may have its bucket already. What comes is brought to the device while other data is under
 way.
@@ -34,8 +34,10 @@ class DeviceRun(on_host.Run):
         chunk: on_host.Chunk,
         number: int,
         ready: streams.Mark = None,
+        first_stage: int = 0,
+        what: str = "",
     ) -> None:
-        super().__init__(channel, sent, chunk, number)
+        super().__init__(channel, sent, chunk, number, ready, first_stage, what)
         self._before = ready  # what has to be done before this chunk goes on
         self._decoded: Decode | None = None  # in this stage
 

@@ -19,6 +19,7 @@ import torch
 from ... import wire
 from ...codecs import Codec, Context
 from ...codecs.base import wide
+from ...codecs.gcomp import is_reach
 from ...codecs.sparse import scatter
 from ...errors import Corrupt
 from ..coding import Coder, Frames, Message, MessageCodec, Values
@@ -331,7 +332,8 @@ class GenericCoder(Coder):
             state = whole.state
         else:
             state = self._state(name) if hop.own else {}  # of sums nothing is carried from step to step
-        return dataclasses.replace(whole, name=name, floor=floor, shift=shift_of(hop, whole.world), state=state)
+        shift = reach_shift_of(hop) if is_reach(floor) else shift_of(hop, whole.world)
+        return dataclasses.replace(whole, name=name, floor=floor, shift=shift, state=state)
 
 
 class FrameWriter:
@@ -409,3 +411,8 @@ def shift_of(hop: Hop, world: int) -> int:
     way lie on the first one's grid: on that they are coded exactly.
     """
     return (world if hop.summed == world else hop.first).bit_length() - 1
+
+
+def reach_shift_of(hop: Hop) -> int:
+    """The same for reaches, with which values are compared: only sums not divided yet are larger than means."""
+    return hop.summed.bit_length() - 1 if hop.wide else 0

@@ -1,4 +1,9 @@
-"""Runs codecs of several rounds on the host: what a codec yields is averaged by the runner of on_host.py."""
+"""Runs codecs of several rounds on the host: what a codec wants averaged goes by the runner of runner.py.
+
+Of values of the CPU each of the runner's threads takes a stretch, up to the next exchange. Of values of a device, and
+where kernels replace gradients in place, the first thread does all of it: what a codec allocates on that thread's
+stream is used there alone then, however long it keeps it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ...spans import span
+from .. import rounds
 from ..coding import RAW, Message, Values
 from ..outcome import Outcome
 from ..peers.channel import Channel
-from ..rounds import Rounds, averaging
+from ..rounds import Average, Rounds, averaging
 from ..topology import Topology
 from . import streams
 from .runner import FIRST_NUMBER, HostProgram, HostRunner, Run, Sent, SentMessage
@@ -26,19 +32,44 @@ def submit_rounds(
     message: Message,
     done: Callable[[Outcome], None],
     agreed: Callable[[], None] = lambda: None,
+    ready: streams.Mark = None,
 ) -> None:
-    """Exchanges in several rounds, among the runner's messages; `done` and `agreed` are as for these.
+    """Exchanges in several rounds, among the runner's messages; `done`, `agreed` and `ready` are as for these.
 
     `start` is called on one of the runner's threads; `message` says which step it is.
     """
+    if streams.are_needed(runner.channel.device):
+        submit_at_once(runner, what, functools.partial(rounds.run, start), message, done, agreed, ready)
+        return
     sent = _SentRounds(message, agreed, what, start)
     runner.take(sent, done, [functools.partial(_RoundsRun, runner.channel, sent)])
+
+
+def submit_at_once(
+    runner: HostRunner,
+    what: str,
+    work: Callable[[Average], bool],
+    message: Message,
+    done: Callable[[Outcome], None],
+    agreed: Callable[[], None] = lambda: None,
+    ready: streams.Mark = None,
+) -> None:
+    """The same by a call: `work` is handed what averages a tensor, and returns whether the means are finite."""
+    sent = _SentWork(message, agreed, what, work, ready)
+    runner.take(sent, done, [functools.partial(_WorkRun, runner.channel, sent)])
 
 
 @dataclass(eq=False)
 class _SentRounds(Sent):
     what: str  # in words
     start: Callable[[], Rounds]
+
+
+@dataclass(eq=False)
+class _SentWork(Sent):
+    what: str
+    work: Callable[[Average], bool]
+    ready: streams.Mark  # when the gradients are there
 
 
 class _RoundsRun:
@@ -85,15 +116,71 @@ class _RoundsRun:
             watch.saw("coded", self._stage, number, sent.what)
             sent.outcome.coding += time.perf_counter() - began
         sent.outcome.collectives += 1
-        self._average = self._averaging(flat.view(-1), sent.outcome.collectives)
+        self._average = _averaging(Run, self._channel, sent, sent.what, flat.view(-1), self._number, self._stage)
         return True
 
-    def _averaging(self, flat: torch.Tensor, number: int) -> Run:
-        program = _prepared(number, flat.numel(), flat.dtype, self._channel.topology)
-        whole, what = self.sent.message, self.sent.what
-        message = Message(program.program.names, flat.dtype, whole.rank, whole.world, whole.step)
-        sent = SentMessage(message, self.sent.agreed, program, Values([flat]), outcome=self.sent.outcome)
-        return Run(self._channel, sent, program.chunks[0], self._number, first_stage=self._stage, what=what)
+
+class _WorkRun:
+    """The same by one call, from which the averages are made and waited for."""
+
+    def __init__(self, channel: Channel, sent: _SentWork, number: int) -> None:
+        self.sent, self._channel, self._number = sent, channel, number
+        self._stage, self._averaged = 0, 0.0  # seconds that averages took
+
+    def stream(self) -> streams.Stream:
+        device = self._channel.device
+        return streams.own(device) if streams.are_needed(device) else streams.HOST
+
+    def go_on(self) -> bool:
+        if self._channel.error is not None:
+            raise self._channel.error
+        sent, stream, began = self.sent, streams.current(), time.perf_counter()
+        stream.after(sent.ready)
+        self._saw("code")
+        with span("call", sent.what):
+            sent.outcome.finite = sent.work(self._average)
+        stream.wait()
+        self._saw("coded")
+        sent.outcome.coding += time.perf_counter() - began - self._averaged
+        return True
+
+    def close(self) -> None:
+        """Each average has handed back its own buffers."""
+
+    def _average(self, flat: torch.Tensor) -> None:
+        began = time.perf_counter()
+        self._saw("coded")
+        self.sent.outcome.collectives += 1
+        run = _averaging(
+            _kind(self._channel), self._channel, self.sent, self.sent.what, flat.view(-1), self._number, self._stage
+        )
+        while not run.go_on():
+            pass
+        run.close()
+        self._stage += run.stages
+        self._saw("code")
+        self._averaged += time.perf_counter() - began
+
+    def _saw(self, kind: str) -> None:
+        self._channel.watch.saw(kind, self._stage, FIRST_NUMBER + self._number, self.sent.what)
+
+
+def _kind(channel: Channel) -> type[Run]:
+    if not streams.are_needed(channel.device):
+        return Run
+    from .from_device import DeviceRun
+
+    return DeviceRun
+
+
+def _averaging(
+    kind: type[Run], channel: Channel, whole: Sent, what: str, flat: torch.Tensor, number: int, stage: int
+) -> Run:
+    """The run of one round, which begins at a stage of the whole."""
+    program = _prepared(whole.outcome.collectives, flat.numel(), flat.dtype, channel.topology)
+    message = Message(program.program.names, flat.dtype, whole.message.rank, whole.message.world, whole.message.step)
+    sent = SentMessage(message, whole.agreed, program, Values([flat]), outcome=whole.outcome)
+    return kind(channel, sent, program.chunks[0], number, first_stage=stage, what=what)
 
 
 @functools.lru_cache(maxsize=256)

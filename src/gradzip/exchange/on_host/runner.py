@@ -245,10 +245,12 @@ class HostRunner:
         """Starts chunks, each of which is made with its number."""
 
         def ended(outcome: Outcome) -> None:
-            with self._changed:
-                self._under_way.pop(sent, None)
-                self._changed.notify_all()
-            done(outcome)
+            try:
+                done(outcome)
+            finally:  # who drains wants to see what came of it
+                with self._changed:
+                    self._under_way.pop(sent, None)
+                    self._changed.notify_all()
 
         sent.done = ended
         with self._changed:

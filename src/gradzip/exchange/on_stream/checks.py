@@ -150,6 +150,11 @@ class Checks:
         bytes_sent = [message.bytes_sent for message in messages]
         self._sent.append(_Sent(step, layout, bytes_sent, pinned, copied))
 
+    def free(self) -> None:
+        """Lets go of the pinned memory and of the row, when all has been read."""
+        self._free.clear()
+        self._layout = None
+
     @property
     def unread(self) -> bool:
         return bool(self._sent)

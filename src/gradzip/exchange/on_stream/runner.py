@@ -21,7 +21,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from .checks import Checks, Row
 from .factors import FactorMessage
 from .message import Checked, DeviceMessage, StreamCodec
 from .slots import LATE, OWN, SUM, Largest, Slots
+from .times import ADD, ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, DECODE, ENCODE, FACTORS, Stages, Times, Waits
 
 OLDEST_TORCH = (2, 8)
 _STATE = "exchange/slots"  # key of the state
@@ -81,10 +82,6 @@ def together(collectives: Sequence[Callable[[], dist.Work]], group: dist.Process
     finally:
         work: dist.Work = group._end_coalescing(device)
     return work
-
-
-class Waits(Protocol):
-    def wait(self) -> object: ...
 
 
 class _Works(list[dist.Work]):
@@ -171,6 +168,7 @@ class StreamRunner:
         self._passed = self._module.Event()
         self._enter = torch.cuda.set_stream if device.type == "cuda" else _stay  # a context would take twice as long
         self._checks = Checks(group, device)
+        self.times = Times(device, self._enter, _stream(device))
         self._slots: dict[str, Slots] = {}  # by the digest of a message's program
         # stats() may be asked for on any thread, and slots are to be alike on all ranks.
         self._reading = threading.Lock()
@@ -221,6 +219,7 @@ class StreamRunner:
         self._step, self._wants_results = step, compare_results
         self._messages, self._norms, self._results, self._changes, self._alive = [], [], [], [], []
         self._taken, self._waiting, self._scale, self._then, self._by_host = [], [], scale, then, False
+        self.times.begin(step)
         self._wait(self._encoding, self._decoding)  # the row of the last step reads what encoders write
         changed = False
         if use_shapes:
@@ -257,6 +256,8 @@ class StreamRunner:
             torch.futures.Future(devices=[self._device]) if self._device.type == "cuda" else torch.futures.Future()
         )
         before = self._module.current_stream(self._device)
+        if last:
+            self.times.arrived()
         self._wait(self._encoding, before)
         self._enter(self._encoding)
         try:
@@ -266,9 +267,12 @@ class StreamRunner:
                         self._add_left_over(each)
                 messages = [self._message(each, buffer) for each in streamed]
                 for each, message in zip(streamed, messages):
+                    stages = self.times.of(message.program)
+                    stages.start()
                     if message.residuals is not None:
                         message.residuals.begin(self._memory, each.shaped, self._scale)
                     message.encode(self._step)
+                    stages.stop(ENCODE)
                 self._taken.append(_Taken(future, buffer, waits, messages))
                 if last or not messages or sum(m.bytes_sent for t in self._taken for m in t.messages) >= ENOUGH:
                     self._exchange()
@@ -282,18 +286,32 @@ class StreamRunner:
         """Moves and decodes what has been encoded; then the current stream is the second one."""
         taken, self._taken = self._taken, []
         messages = [message for each in taken for message in each.messages]
+        added = [message for message in messages if message.scatters]
         self._enter(self._encoding)
+        on_the_wire = self.times.of(*(message.program for message in messages))
+        on_the_wire.start()
         moved = together([functools.partial(self._first, message) for message in messages], self._group, self._device)
         self._enter(self._decoding)
         moved.wait()
-        added = [message for message in messages if message.scatters]
+        on_the_wire.carried(ALL_TO_ALL if added else ALL_GATHER, moved)
         for message in added:
+            stages = self.times.of(message.program)
+            stages.start()
             message.reduce(self._step)
-        together([functools.partial(self._gather, message) for message in added], self._group, self._device).wait()
+            stages.stop(ADD)
+        if added:
+            on_the_wire.start()
+            gathers = [functools.partial(self._gather, message) for message in added]
+            moved = together(gathers, self._group, self._device)
+            moved.wait()
+            on_the_wire.carried(ALL_GATHER, moved)
         for message in messages:
+            stages = self.times.of(message.program)
+            stages.start()
             message.decode(self._step)
             if message.residuals is not None:
                 self._note(*message.residuals.end(*message.keeps()))
+            stages.stop(DECODE)
             if message.kernels is None:
                 self._norms.append(message.norm())
         self._messages += messages
@@ -314,6 +332,7 @@ class StreamRunner:
 
     def end(self, factors: Sequence[FactorMessage] = ()) -> None:
         """After the last bucket, where torch averages that one: `take` does the same by itself."""
+        self.times.arrived()
         self._wait(self._encoding, self._module.current_stream(self._device))
         with torch.no_grad(), self._module.stream(self._decoding):
             if self._taken:
@@ -334,7 +353,11 @@ class StreamRunner:
         if factors:
             self._wait(self._decoding, self._encoding)  # which is behind the gradients of all buckets
         for message in factors:
-            self._note(*message.run(self._memory, self._step, self._scale, self._average))
+            stages = self.times.of(message.program)
+            stages.start()
+            average = functools.partial(self._average, self.times.of(message.program))
+            self._note(*message.run(self._memory, self._step, self._scale, average))
+            stages.stop(FACTORS)
             # What came from another stream must outlast the step: torch would give its memory to that stream at once.
             self._by_host |= message.origin is not self._origin
             message.origin = self._origin
@@ -344,6 +367,7 @@ class StreamRunner:
             self._sum_up(buffer)
         if self._then is not None:
             self._send_row()
+        self.times.done()
         for future, buffer in self._waiting:
             future.set_result(buffer)
         if self._then is None:  # else it is on its way
@@ -355,8 +379,11 @@ class StreamRunner:
         self._changes += changes or []
         self._alive.append(alive)
 
-    def _average(self, values: torch.Tensor) -> None:
-        all_reduce(values, self._group).wait()
+    def _average(self, stages: Stages, values: torch.Tensor) -> None:
+        stages.start()
+        work = all_reduce(values, self._group)
+        work.wait()
+        stages.carried(ALL_REDUCE, work)
         values.div_(self._divisor)
 
     def _add_left_over(self, streamed: StreamMessage) -> None:
@@ -440,6 +467,13 @@ class StreamRunner:
                     self._open, self._contents, self._alive = None, object(), []
         return rows
 
+    def free(self) -> None:
+        """Lets go of all memory; the slots stay, for a state. To be drained before: then nothing uses it any more."""
+        self._messages, self._taken, self._waiting, self._alive = [], [], [], []
+        self._norms, self._results, self._changes, self._then = [], [], [], None
+        self._checks.free()
+        self.times.free()
+
     @property
     def unread(self) -> bool:
         """Whether it is not known yet what became of a step."""
@@ -455,6 +489,13 @@ class StreamRunner:
         """Goes on with the slots of a state, as `read_state` gave them; Memory may hold something else now."""
         self._slots, self._late = read
         self._contents, self._origin = object(), object()
+
+
+def described(loaded: SavedSlots) -> str:
+    """What slots of a state all ranks must have alike, or NCCL would wait for bytes that nobody sends."""
+    slots, late = loaded
+    text = json.dumps([{digest: each.state_dict() for digest, each in slots.items()}, late], sort_keys=True)
+    return f"slots of {len(slots)} messages with the digest {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def read_state(state: Mapping[str, Any]) -> SavedSlots:

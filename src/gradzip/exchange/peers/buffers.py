@@ -47,6 +47,11 @@ class Buffers:
             del self._free[: max(0, len(self._free) - _KEPT)]
         buffers.clear()
 
+    def free(self) -> None:
+        """Lets go of what waits for its next use."""
+        with self._lock:
+            self._free.clear()
+
     @property
     def held(self) -> int:
         """Bytes that wait here for their next use."""

@@ -240,12 +240,12 @@ class Channel:
         for worker in self.workers:
             worker.drain()
 
-    def compare(self, text: str, wait: bool) -> None:
+    def compare(self, text: str, wait: bool, loaded: bool = False) -> None:
         """Tells the others what this rank is going to do; `wait`: raises on all ranks unless theirs is the same.
 
-        To be called on all ranks at the same point, by some of them without waiting.
+        To be called on all ranks at the same point, by some of them without waiting. `loaded`: it is about a state.
         """
-        number, ranks = self.standing.begin_comparison(wait), list(range(self.world)) if wait else [self.rank]
+        number, ranks = self.standing.begin_comparison(wait, loaded), list(range(self.world)) if wait else [self.rank]
         texts = self.health.exchange_texts(f"policy/{number}", text, ranks, self._timeout)
         self.standing.end_comparison()
         if wait and self.error is not None:
@@ -254,7 +254,7 @@ class Channel:
         if other is not None:
             error = PeerError(
                 f"ranks disagree. Rank {self.rank}: {text}. Rank {other}: {texts[other]}. "
-                "Use the same policy, model and gradzip on all ranks"
+                f"{'Load the same checkpoint' if loaded else 'Use the same policy, model and gradzip'} on all ranks"
             )
             raise self.fail(error)
 
@@ -280,6 +280,7 @@ class Channel:
             ended &= worker.stop(patience)
         if ended:
             _open.discard(self)
+            self.buffers.free()
         self.gloo.close()
 
 
