@@ -26,7 +26,7 @@ NAME = "cuda"
 SQUARES = 4096  # as in noise.cuh
 ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 64  # threads of a group
 _MEASURED = 4  # blocks of a group, as in noise.cuh
-_GROUPS = {"noise_encode": 8, "noise_decode": 10}  # per multiprocessor, that registers must suffice for
+GROUPS = {"noise_encode": 8, "noise_decode": 10}  # per multiprocessor, that registers must suffice for
 _CANDIDATES = len(NOTCHES)
 _ROOTS, _LONG = 1024, 256  # entries of a table to decode with
 HALVES = 2, 4, 8  # halves of warps in a group that adds frames up: one for each rank, as far as they go
@@ -159,7 +159,7 @@ class Call(StepCall):
         arguments: Arguments,
         persistent: bool = False,
     ) -> None:
-        least = next((groups for name, groups in _GROUPS.items() if kernel.startswith(name)), 1)
+        least = next((groups for name, groups in GROUPS.items() if kernel.startswith(name)), 1)
         super().__init__(device, kernel, groups, threads, _ARGS.pack(*arguments), _STEP_AT, least)
         self._groups = min(groups, self.resident) if persistent else groups
 
