@@ -16,7 +16,7 @@ struct NoiseDesk {
     __align__(16) u8 lanes[kChunks][kNoiseLanes][16];
 };
 
-DEVICE u32 byte_at(u64 address) { return *pointer<const u8>(address); }
+DEVICE u32 byte_at(u64 address) { return __ldg(pointer<const u8>(address)); }  // no kernel here writes to slots
 DEVICE u32 half_at(u64 address) { return byte_at(address) | byte_at(address + 1) << 8; }
 DEVICE u32 word_at(u64 address) { return half_at(address) | half_at(address + 2) << 16; }
 
@@ -194,7 +194,8 @@ struct NoiseScale {
 // Copies 16 bytes to shared memory, of which `there` exist, without waiting.
 DEVICE void copy_some(void* to, u64 from, u32 there) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there)
+                 : "memory");
 #else
     for (u32 at = 0; at < 4; at++) ((u32*)to)[at] = 4 * at < there ? pointer<const u32>(from)[at] : 0;
 #endif
@@ -316,7 +317,7 @@ struct NoiseBlockReader {
     u32 number, low;
     int reach;
     u64 plane;         // where this lane's low bits of the next coded row are
-    u32 ahead;         // the first three of them
+    u32 ahead[3];      // the first three of them, under way
     u32 lane_bytes;
     bool raw, coded, bad;
     LaneReader bits;
@@ -328,7 +329,7 @@ struct NoiseBlockReader {
         u64 start = (u64)index * kNoiseBlock, limit = f.slot + f.room;
         values = !there ? 0 : f.values - start < kNoiseBlock ? (u32)(f.values - start) : kNoiseBlock;
         size = number = low = 0, from = plane = 0;
-        mask[0] = mask[1] = kAll;
+        mask[0] = mask[1] = kAll, ahead[0] = ahead[1] = ahead[2] = 0;
         u32 rows = (values + kNoiseRow - 1) / kNoiseRow;
         raw = coded = bad = false;
         if (there) {
@@ -388,8 +389,9 @@ struct NoiseBlockReader {
         if (coded) look_ahead();
     }
     __device__ void look_ahead() {
-        u32 one = low > 0 ? byte_at(plane) : 0, two = low > 1 ? byte_at(plane + 16) : 0, three = low > 2 ? byte_at(plane + 32) : 0;
-        ahead = one | two << 8 | three << 16;
+#pragma unroll
+        for (u32 b = 0; b < 3; b++)
+            if (b < low) ahead[b] = byte_at(plane + 16 * b);
     }
     // Eight integers of a row; both halves come here. `plain`: none can become NaN.
     __device__ void row(const u16* table, u32 row, float* q, bool& plain) {
@@ -399,16 +401,16 @@ struct NoiseBlockReader {
         u32 digits[2] = {0, 0}, lows[2] = {0, 0}, escapes = 0;
         plain = !raw;
         if (here) {
-            u32 bytes = ahead;
-            u64 first = plane;
-            plane += 16 * low;
-            if (mask[0] | mask[1]) look_ahead();
 #pragma unroll
             for (u32 b = 0; b < 3; b++)
                 if (b < low) {
-                    lows[0] |= spread(bytes >> 8 * b & 15) << b;
-                    lows[1] |= spread(bytes >> (8 * b + 4) & 15) << b;
+                    lows[0] |= spread(ahead[b] & 15) << b;
+                    lows[1] |= spread(ahead[b] >> 4) << b;
                 }
+            u64 first = plane;
+            plane += 16 * low;
+            if (mask[0] | mask[1]) look_ahead();
+#pragma unroll 1
             for (u32 b = 3; b < low; b++) {
                 u32 byte = byte_at(first + 16 * b);
                 lows[0] |= spread(byte & 15) << b;
