@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
-from gradzip.collectives import Message, PipelineChannel, submit
 from gradzip.exchange import coding, rounds
 from gradzip.exchange.codecs import codes_messages, route_of
 from gradzip.exchange.on_host.rounds import submit_rounds
@@ -37,10 +36,8 @@ def connect(per_host: int = LOCAL) -> Channel:
 class Exchanger:
     """Sends messages of tensors that keep their names, and hence their residuals, from call to call."""
 
-    def __init__(self, to: Channel, by_collectives: bool = False) -> None:
-        """`by_collectives`: as gradients of models on GPUs go, also where there is no GPU."""
+    def __init__(self, to: Channel) -> None:
         self.channel, self.memory, self.step = to, Memory(to.rank), 0
-        self._by_collectives = by_collectives or to.device.type != "cpu"
         self._waiting: list[tuple[threading.Event, list[Outcome]]] = []
 
     def send(self, codec: str, route: str | None, tensors: dict[str, torch.Tensor]) -> None:
@@ -58,20 +55,13 @@ class Exchanger:
             done.set()
 
         self._waiting.append((done, outcomes))
-        if not self._by_collectives:
-            whole = codes_messages(chosen, by)
-            if whole is not None:
-                self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)
-            else:
-                start = functools.partial(rounds.of, chosen, list(tensors.values()), contexts, self.memory)
-                about = self._about(list(tensors), next(iter(tensors.values())).dtype)
-                submit_rounds(runner_of(self.channel), codec, start, about, end)
+        whole = codes_messages(chosen, by)
+        if whole is not None:
+            self._send_whole(HostMessage(whole, by, list(tensors), list(tensors.values())), end)
             return
-        message = Message(chosen, by, list(tensors.values()), contexts, self.memory)
-        if self.channel.device.type == "cuda":
-            message.ready = torch.cuda.current_stream().record_event()  # they may still be written to
-        assert isinstance(self.channel, PipelineChannel)
-        submit(message, self.channel, end)
+        start = functools.partial(rounds.of, chosen, list(tensors.values()), contexts, self.memory)
+        about = self._about(list(tensors), next(iter(tensors.values())).dtype)
+        submit_rounds(runner_of(self.channel), codec, start, about, end)
 
     def _send_whole(self, sent: HostMessage, end: Callable[[Outcome], None]) -> None:
         about = self._about(sent.names, sent.dtype)

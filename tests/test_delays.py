@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
 from gradzip import Rules
-from gradzip.exchange.on_host.runner import FIRST_NUMBER
 from gradzip.exchange.peers import channel
 from gradzip.routes import NAMED
 
@@ -48,8 +47,7 @@ def delayed(rank: int, steps: int, longest: float) -> dict[str, Any]:
 
     def probe(kind: str, stage: int, number: int) -> None:
         time.sleep(late.random() * longest)
-        who = "runner" if number >= FIRST_NUMBER else "pipeline"  # they have threads of their own
-        issued.setdefault(f"{who}: {kind}-{stage}", []).append(number)
+        issued.setdefault(f"{kind}-{stage}", []).append(number)
 
     def before_hook(parameter: torch.Tensor) -> None:
         time.sleep(late.random() * longest)
@@ -88,7 +86,7 @@ def check(steps: int, longest: float, deadline: float) -> None:
         assert result["wrong"] == []
         assert result["issued"] == results[0]["issued"], "the order of issue depends on timing"
         assert result["books"] == results[0]["books"]
-    coded = results[0]["issued"]["runner: code-0"]
+    coded = results[0]["issued"]["code-0"]
     assert len(coded) >= 2 * LAYERS * (steps - 1)  # DDP forms its buckets in the first step
     if steps > 2:
         assert any(book is not None for book in results[0]["books"]), "the code book was never made anew"

@@ -105,14 +105,15 @@ def test_numbers_of_launches_may_wrap(gpu: emulated.Emulator) -> None:
 
 
 def test_faults_of_a_sum_are_not_left_to_the_next(gpu: emulated.Emulator) -> None:
-    """One body is damaged where a kernel finds it, the next too short to be looked at."""
+    """One body is damaged where a kernel finds it, another too short to be looked at."""
     engine, x, job = engines.load("cuda"), gradient(5_000), Job("lossless")
     body = torch.empty(body_bound(5_000, torch.float32), dtype=torch.uint8)
     body = body[: reference.encode(x, job, body)]
     damaged, out = body.clone(), torch.empty(5_000)
+    other = torch.empty(5_000)
     damaged[BODY_HEAD_BYTES + TABLE_BYTES] ^= 1  # the length of the first block
     with pytest.raises(Truncated):
-        engine.sum_many([[damaged], [body[:20]]], [[None], [None]], [out])
+        engine.decode_many([damaged, body[:20]], [out, other])
     engine.decode(body, out)
     assert same_bits(out, x)
 

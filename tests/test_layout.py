@@ -38,7 +38,6 @@ LAYERS = {
     "gradients": 6,
     "backward": 7,
     "streamed": 7,
-    "collectives": 8,
     "planner": 9,
     "hooks": 10,
     "capture": 10,

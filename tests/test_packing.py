@@ -92,3 +92,11 @@ def test_damaged_positions_are_refused_or_are_others(choice: tuple[int, torch.Te
     assert bool((other.diff() > 0).all())
     assert int(other[0]) >= 0
     assert int(other[-1]) < numel
+
+
+def test_bits_behind_the_last_value_are_found_where_the_host_sees_them() -> None:
+    packed = packing.pack(torch.ones(3, dtype=torch.uint8), 1)
+    near = packed | 128
+    assert torch.equal(packing.unpack(packed, 3, 1), torch.ones(3, dtype=torch.uint8))
+    with pytest.raises(Corrupt):
+        packing.unpack(packed, 3, 1, near)

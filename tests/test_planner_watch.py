@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +17,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
-from gradzip.collectives import Exchange
-from gradzip.collectives.pipeline import Agreement, Job, Pipeline
-from gradzip.collectives.terms import Steps
 from gradzip.errors import PlanError
+from gradzip.exchange.coding import RAW, Message, Values
+from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.on_host.rows import Row, RowExchange
+from gradzip.exchange.on_host.runner import HostProgram, HostRunner
 from gradzip.exchange.peers.buffers import Buffers
 from gradzip.exchange.peers.gloo import Pending, Rows
 from gradzip.exchange.recording import Watch
-from gradzip.exchange.topology import Members
+from gradzip.exchange.topology import Topology
 from gradzip.hooks.progress import SETTLING, WINDOW, Progress
 from gradzip.option import Option
 from gradzip.plan import Plan
+from gradzip.routes import NAMED
 
 PLANNED = 1e9  # bit/s
 LONG = TIMEOUT.total_seconds()
@@ -72,11 +74,11 @@ def test_what_was_predicted_is_beside_what_is_measured() -> None:
 
 def test_the_wire_is_counted_once_while_exchanges_overlap() -> None:
     seen: list[str] = []
-    watch = Watch(lambda number: f"message {number}", lambda kind, stage, number: seen.append(kind))
+    watch = Watch(lambda kind, stage, number: seen.append(kind))
     watch.saw("start", 0, 1)
     assert watch.wire_seconds() > 0
     watch.record()
-    watch.saw("start", 0, 2)
+    watch.saw("start", 0, 2, "message 2")
     watch.saw("code", 1, 1)
     watch.saw("coded", 1, 1)
     watch.saw("code", 1, 2)
@@ -85,7 +87,7 @@ def test_the_wire_is_counted_once_while_exchanges_overlap() -> None:
     assert watch.wire_seconds() == total, "nothing is under way any more"
     moments = watch.recorded()
     assert [m.track for m in moments] == ["wire, stage 0", "coding, stage 1"] * 2
-    assert moments[2].name == "job 2: message 2"
+    assert moments[2].name == "chunk 2: message 2"
     first, second = moments[0], moments[2]
     assert total <= second.end - first.begin + 1e-9
     assert total >= max(m.end - m.begin for m in (first, second)) - 1e-9
@@ -96,7 +98,7 @@ def test_the_wire_is_counted_once_while_exchanges_overlap() -> None:
 
 
 class LatePeer:
-    """Stands in for Gloo: the other rank takes data at once, and agrees when it is told to."""
+    """Stands in for Gloo: the other rank takes data at once and sends the same, and agrees when it is told to."""
 
     rank, world = 0, 2
 
@@ -110,37 +112,45 @@ class LatePeer:
         rows.received[1] = row
         return rows
 
-    def send(self, *_: Any) -> Pending:
+    def send(self, parts: Any, into: Any, tag: int) -> Pending:
+        for (_, data), (_, buffer) in zip(parts, into, strict=True):
+            buffer[: data.numel()] = data
         self.sent.set()
         return Pending()
+
+
+def channel_to(peer: LatePeer, seen: list[tuple[str, int]]) -> Any:
+    """As much of a channel as a runner needs."""
+
+    def fails(error: Any) -> Any:
+        raise AssertionError(error)
+
+    topology = Topology(0, ((0,), (1,)))
+    watch = Watch(lambda kind, stage, number: seen.append((kind, stage)))
+    about = {"gloo": peer, "watch": watch, "buffers": Buffers(), "explained": fails, "error": None, "rank": 0}
+    return SimpleNamespace(topology=topology, groups=topology.groups(), device=torch.device("cpu"), world=2, **about)
+
+
+def prepared(channel: Any) -> HostProgram:
+    args = RAW.text, NAMED["alltoall"], ("x",), (256,), torch.float32, channel.topology
+    return HostProgram(compile_route(*args), RAW)
 
 
 def test_a_rank_that_comes_late_is_not_taken_for_a_slow_network() -> None:
     """What is sent before all agree is under way from then on."""
     peer, seen, ended = LatePeer(), list[tuple[str, int]](), threading.Event()
-
-    def run() -> Steps:
-        for number in range(2):
-            yield Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], number)
-
-    def fails(error: Any) -> Any:
-        raise AssertionError(error)
-
-    pipeline = Pipeline(
-        peer,  # type: ignore[arg-type]
-        {"flat": Members(0, (0, 1))},
-        Buffers(),
-        fails,
-        fails,
-        torch.device("cpu"),
-        lambda kind, stage, number: seen.append((kind, stage)),
-    )
-    pipeline.submit(Job(Agreement("a job"), run(), lambda job, error: ended.set()))
+    channel = channel_to(peer, seen)
+    runner, rows, row = HostRunner(channel), RowExchange(channel), Row("a message", lambda error: None)
+    rows.submit(row)
+    values, message = Values([torch.ones(256)]), Message(("x",), torch.float32, 0, 2)
+    how = {"agreed": row.over.wait, "when_agreed": row.then}
+    runner.submit(prepared(channel), values, message, lambda outcome: ended.set(), **how)  # type: ignore[arg-type]
     assert peer.sent.wait(LONG)
     assert ("start", 0) not in seen
     peer.there.set()
     assert ended.wait(LONG)
-    assert pipeline.stop(LONG)
+    assert runner.stop(LONG)
+    assert rows.stop(LONG)
     order = [event for event in seen if event != ("agree", 0)]
     assert order == [
         *(("code", 0), ("coded", 0), ("start", 0)),
@@ -149,72 +159,18 @@ def test_a_rank_that_comes_late_is_not_taken_for_a_slow_network() -> None:
     ]
 
 
-class Agreeing(LatePeer):
-    """Agrees at once, and keeps the numbers that it was asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = list[int]()
-
-    def send_row(self, row: torch.Tensor, to: Any, of: Any, tag: int) -> Rows:
-        self.asked.append(tag)
-        rows = Rows()
-        rows.received[1] = row
-        return rows
-
-
-def test_ranks_compare_in_the_order_of_submission() -> None:
-    """Also where a job that is done elsewhere does not wait for those that are coded: ranks would wait crosswise."""
-    peer, coding, ended = Agreeing(), threading.Event(), list[int]()
-
-    def run() -> Steps:
-        assert coding.wait(LONG)
-        yield Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], 0)
-
-    def nothing() -> Steps:
-        yield from ()
-
-    def fails(error: Any) -> Any:
-        raise AssertionError(error)
-
-    members = {"flat": Members(0, (0, 1))}
-    pipeline = Pipeline(peer, members, Buffers(), fails, fails, torch.device("cpu"))  # type: ignore[arg-type]
-    jobs = [
-        Job(Agreement(str(number)), steps(), lambda job, error: ended.append(job.number))
-        for number, steps in enumerate((run, run, nothing, run, nothing))
-    ]
-    for number, job in enumerate(jobs):
-        pipeline.submit(job, elsewhere=number == 2)
-    deadline = time.monotonic() + LONG
-    while len(peer.asked) < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert peer.asked == [0, 1, 2], "what comes before it, and nothing that comes after"
-    coding.set()
-    pipeline.end(jobs[2])
-    pipeline.drain(LONG)
-    assert pipeline.stop(LONG)
-    assert (peer.asked, sorted(ended)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-
-
 def test_what_is_still_coded_ends_when_threads_are_told_to_stop() -> None:
-    """It is compared with the others' all the same: otherwise it would wait for that for ever."""
     coding, ended = threading.Event(), list[BaseException | None]()
+    channel = channel_to(LatePeer(), [])
+    runner, values, message = HostRunner(channel), Values([torch.ones(256)]), Message(("x",), torch.float32, 0, 2)
 
-    def run() -> Steps:
+    def begin() -> None:
         assert coding.wait(LONG)
-        pipeline.exchange(job, Exchange("flat", [None, torch.zeros(8, dtype=torch.uint8)], [None, 8], 0))
-        yield from ()
 
-    def fails(error: Any) -> Any:
-        raise AssertionError(error)
-
-    members = {"flat": Members(0, (0, 1))}
-    pipeline = Pipeline(Agreeing(), members, Buffers(), fails, fails, torch.device("cpu"))  # type: ignore[arg-type]
-    job = Job(Agreement("a job"), run(), lambda job, error: ended.append(error))
-    pipeline.submit(job)
-    assert not pipeline.stop(0.01)
+    runner.submit(prepared(channel), values, message, lambda outcome: ended.append(outcome.error), begin)
+    assert not runner.stop(0.01)
     coding.set()
-    pipeline.drain(LONG)
+    assert runner.stop(LONG)
     assert ended == [None]
 
 

@@ -7,12 +7,12 @@ import torch
 from conftest import generator, gradient, same_bits
 
 import gradzip
-from gradzip import Context
+from gradzip import Context, parse
 from gradzip.codecs import random, selection
 from gradzip.codecs.random import hash_bits, key_of, keyed_bits, stream, uniform
 from gradzip.codecs.selection import largest, sample
-from gradzip.codecs.sparse import RandomBlock, RandomK, Threshold, TopK
-from gradzip.errors import Corrupt, Truncated, Unsupported
+from gradzip.codecs.sparse import RandomBlock, RandomK, SparseFrame, Threshold, TopK
+from gradzip.errors import CodecError, Corrupt, Truncated, Unsupported
 from gradzip.wire import HEADER_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -235,3 +235,18 @@ def test_blocks_start_everywhere_equally_often() -> None:
 def test_senseless_thresholds_are_refused(value: float) -> None:
     with pytest.raises(Unsupported, match="value"):
         Threshold(value)
+
+
+@pytest.mark.parametrize("codec", ["topk:ratio=0.01", "topk:ratio=0.3", "threshold:value=1.0", "sign", "qsgd:bits=3"])
+def test_what_the_host_can_see_is_not_fetched_from_a_gpu(codec: str) -> None:
+    """Headers, counts and last bytes come from the host's copy: those on the GPU are made illegible here."""
+    x = torch.randn(3001, generator=generator(4))
+    frame = parse(codec).encode(x, Context())
+    there = frame.clone()
+    there[:HEADER_BYTES] = 0
+    if isinstance(parse(codec), SparseFrame):
+        there[HEADER_BYTES : HEADER_BYTES + 8] = 255
+    found = parse(codec).decode(there, Context(near=frame))
+    assert same_bits(found, parse(codec).decode(frame, Context()))
+    with pytest.raises(CodecError):
+        parse(codec).decode(frame, Context(near=frame[:-1]))

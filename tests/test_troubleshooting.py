@@ -29,9 +29,12 @@ import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
 from gradzip.emulate import launch
+from gradzip.exchange.gradients import Way
 from gradzip.exchange.on_host.gcomp import GCompCoder
+from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.peers import channel as connections
 from gradzip.exchange.peers import heartbeat
+from gradzip.hooks import runners
 from gradzip.report.measured import measured
 
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
@@ -255,6 +258,9 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
     "this model has another hook": lambda rank: another_hook(),
     "asks the optimizer which bits": lambda rank: Loop("gcomp", lambda parameters: None),
     "gradzip cannot tell which bits": lambda rank: Loop("gcomp", strange_optimizer),
+    "what carries messages cannot be chosen": lambda rank: gradzip.attach(
+        DistributedDataParallel(nn.Linear(8, 8)), transport="nccl"
+    ),
     "the policy has a rule for": lambda rank: Loop(Rules({"9.*": "topk"})),
     "is not a policy": lambda rank: Loop(7),
     "the plan is for another model": lambda rank: Loop(Plan({"a": Option("gcomp")}, {"a": (2, 2)}, "Net", 25.0, {})),
@@ -340,6 +346,13 @@ def empty_trace(patch: pytest.MonkeyPatch, folder: Path) -> None:
     measured(folder / "trace.json")
 
 
+def no_streams(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setattr(on_stream, "reason_against", lambda group, device: "this is an old torch")
+    ways = {"weight": Way(parse("noise"), "alltoall", False, None)}
+    group: Any = None
+    runners.choose(ways, {"weight": torch.float32}, torch.device("cuda", 0), group)
+
+
 ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
     "attach needs a DistributedDataParallel model": lambda patch, folder: gradzip.attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "unknown codec": lambda patch, folder: parse("gzip"),
@@ -347,6 +360,7 @@ ALONE: dict[str, Callable[[pytest.MonkeyPatch, Path], object]] = {
     "cannot emulate hosts": no_namespaces,
     "was built from another version": old_library,
     "engine cannot run here": no_library,
+    "streams alone carry it there": no_streams,
     "holds no run": empty_run,
     "holds no range of gradzip": empty_trace,
 }

@@ -12,7 +12,7 @@ A step codes on a device or communicates in a group of ranks:
     ring, ag    after enc: partial sums go from rank to rank, decoded, added to and encoded anew at each
 
 `ag` either joins parts that `rs` or `a2a` dealt out in the same group, or, where nothing was dealt out, hands every
-rank's coded data to all. The executor runs these lists and the planner times them.
+rank's coded data to all. Programs are compiled from these lists (exchange/compiler.py), and the planner times them.
 """
 
 from __future__ import annotations

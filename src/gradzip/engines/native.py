@@ -223,29 +223,13 @@ class DamagedFrames(Exception):
         self.part = part
 
 
-def encode_frames(
-    xs: Sequence[torch.Tensor],
-    job: Job,
-    codec: int,
-    out: torch.Tensor,
-    floors: Floors,
-    lengths: torch.Tensor | None = None,
-    lost: Sequence[torch.Tensor] | None = None,
-    scale: float = 1.0,
-    exact: Sequence[bool] | None = None,
-) -> int:
-    """Writes a frame for each flat tensor, all of one type; returns the bytes written.
-
-    `codec` is the frames' codec id, `lengths` the code lengths of all segments of all tensors. What is lost of each
-    tensor, divided by `scale`, goes to `lost`. Tensors that are `exact` are coded lossless, whatever the job's mode.
-    """
-    return encode_pieces(_pieces(xs, floors, lengths, lost, exact), xs[0].dtype, job, codec, out, scale)
-
-
 def encode_pieces(
     pieces: Pieces, dtype: torch.dtype, job: Job, codec: int, out: torch.Tensor, scale: float = 1.0
 ) -> int:
-    """`encode_frames` of what the rows of PIECE say."""
+    """Writes a frame for each row of PIECE; returns the bytes written.
+
+    `codec` is the frames' codec id. What is lost of each tensor, divided by `scale`, goes where its row says.
+    """
     size = _library.gz_encode_frames(
         ctypes.byref(_job(dtype, job)), pieces.ctypes.data, len(pieces), codec, scale, out.data_ptr(), out.numel(),
         _threads,
@@ -253,40 +237,9 @@ def encode_pieces(
     return _checked_encode(size)
 
 
-def note_lost(
-    xs: Sequence[torch.Tensor],
-    job: Job,
-    floors: Floors,
-    lost: Sequence[torch.Tensor],
-    scale: float = 1.0,
-    exact: Sequence[bool] | None = None,
-) -> None:
-    """What encoding these float32 tensors would lose, divided by `scale`, into `lost`."""
-    note_lost_pieces(_pieces(xs, floors, None, lost, exact), xs[0].dtype, job, scale)
-
-
 def note_lost_pieces(pieces: Pieces, dtype: torch.dtype, job: Job, scale: float = 1.0) -> None:
-    """`note_lost` of what the rows of PIECE say."""
+    """What encoding the float32 values of each row would lose, divided by `scale`, to where the row says."""
     _checked_encode(_library.gz_lost(ctypes.byref(_job(dtype, job)), pieces.ctypes.data, len(pieces), scale))
-
-
-def sum_frames(
-    parts: Sequence[torch.Tensor | Sequence[torch.Tensor]],
-    job: Job,
-    codec: int,
-    outs: Sequence[torch.Tensor],
-    floors: Floors,
-    add: bool,
-    book: torch.Tensor | None = None,
-    exact: Sequence[bool] | None = None,
-) -> None:
-    """The sum of all parts, in their order, into flat tensors of one type, or added to what is there.
-
-    A part is what encode_frames wrote, or a tensor for each of `outs` that counts as if it had been coded and decoded,
-    by `encode_frames` with the same `exact`. DamagedFrames if one cannot be decoded; the outs hold anything then.
-    """
-    own = [part if isinstance(part, torch.Tensor) else np.array([x.data_ptr() for x in part], "<i8") for part in parts]
-    sum_pieces(own, _pieces(outs, floors, book, None, exact), outs[0].dtype, job, codec, add)
 
 
 def sum_pieces(
@@ -297,7 +250,11 @@ def sum_pieces(
     codec: int,
     add: bool = False,
 ) -> None:
-    """`sum_frames` into what the rows of PIECE say; a part without frames is the addresses of its values."""
+    """The sum of all parts, in their order, into the values of each row, or added to what is there.
+
+    A part is what encode_pieces wrote, or the addresses of values that count as if they had been coded and decoded.
+    DamagedFrames if one cannot be decoded; the rows' values are anything then.
+    """
     packed = bytearray()
     for part in parts:
         if isinstance(part, torch.Tensor):
@@ -311,27 +268,6 @@ def sum_pieces(
     )  # fmt: skip
     if code < 0:
         raise DamagedFrames(failed.value)
-
-
-def _pieces(
-    tensors: Sequence[torch.Tensor],
-    floors: Floors,
-    lengths: torch.Tensor | None,
-    lost: Sequence[torch.Tensor] | None,
-    exact: Sequence[bool] | None,
-) -> Pieces:
-    rows = np.zeros(len(tensors), PIECE)
-    rows["values"], rows["n"] = [x.data_ptr() for x in tensors], [x.numel() for x in tensors]
-    for name, column in floor_columns(floors).items():
-        rows[name] = column
-    if lengths is not None:
-        segments = [segments_of(x.numel()) for x in tensors]
-        rows["lengths"] = lengths.data_ptr() + 256 * (np.cumsum(segments) - segments)
-    if lost is not None:
-        rows["lost"] = [x.data_ptr() for x in lost]
-    if exact is not None:
-        rows["exact"] = exact
-    return rows
 
 
 def floor_columns(floors: Floors) -> dict[str, npt.NDArray[np.int64]]:

@@ -332,8 +332,8 @@ class Backward:
             if self._shapes_agree():
                 message.shapes = whole.shapes(self.shapes, self.attached.shapes_version)
 
-        program, agreed = whole.program(channel.topology), self._wait_for_agreement
-        runner.submit(program, whole.values, message, done, begin, agreed, ready, self._means_follow)
+        program, then = whole.program(channel.topology), (self._wait_for_agreement, ready, self._means_follow)
+        runner.submit(program, whole.values, message, done, begin, *then, self._when_agreed)
 
     def _count(self, counts: torch.Tensor) -> None:
         """Takes the exponents of a message."""
@@ -371,10 +371,10 @@ class Backward:
         if by is not None:
             kept = draft.codec.name, names, tensors, self.memory, self.scale
             work = functools.partial(rounds.in_place, by, *kept, self._means_follow)
-            submit_at_once(runner_of(channel), what, work, about, done, agreed, ready)
+            submit_at_once(runner_of(channel), what, work, about, done, agreed, ready, self._when_agreed)
             return
         start = functools.partial(rounds.of, draft.codec, tensors, draft.contexts, self.memory, self.scale)
-        submit_rounds(runner_of(channel), what, start, about, done, agreed, ready)
+        submit_rounds(runner_of(channel), what, start, about, done, agreed, ready, self._when_agreed)
 
     # -- whether all ranks see and do the same -------------------------------------------------------------------
 
@@ -419,6 +419,10 @@ class Backward:
             row.over.wait()
         if self.channel.error is not None:
             raise self.channel.error
+
+    def _when_agreed(self, tell: Callable[[], None]) -> None:
+        """Calls when all ranks have said so; rows are heard in their order."""
+        self._rows[-1].then(tell) if self._rows else tell()
 
     def _own_numbers(self) -> torch.Tensor:
         """Whether this rank has joined, and its grids and shapes, of which a sample is looked at."""

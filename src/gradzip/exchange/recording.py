@@ -1,4 +1,4 @@
-"""Sees every stage of every job: for how long data was under way, and, while somebody records, what happened when."""
+"""Sees every stage of every chunk: for how long data was under way, and, while somebody records, what happened when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Probe = Callable[[str, int, int], None]  # what (agree, code, coded or start), s
 
 
 class Moment(NamedTuple):
-    """Something that took time: `track` is the stage of the pipeline; seconds are those of time.perf_counter."""
+    """Something that took time: `track` is the stage of a chunk; seconds are those of time.perf_counter."""
 
     track: str
     name: str
@@ -20,12 +20,12 @@ class Moment(NamedTuple):
 
 
 class Watch:
-    """The pipeline's probe. Its threads call `saw`; another probe, that of a test, is called first."""
+    """The runner's probe. Its threads call `saw`; another probe, that of a test, is called first."""
 
-    def __init__(self, describe: Callable[[int], str], also: Probe | None = None) -> None:
-        self._describe, self._also = describe, also
+    def __init__(self, also: Probe | None = None) -> None:
+        self._also = also
         self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[int, float]] = {}  # by job: stage and start of its exchange
+        self._under_way: dict[int, tuple[int, float]] = {}  # by chunk: stage and start of its exchange
         self._coding: dict[tuple[int, int], float] = {}
         self._since = 0.0
         self._wire_s = 0.0
@@ -34,12 +34,11 @@ class Watch:
         self._elsewhere = 0
 
     def saw(self, kind: str, stage: int, number: int, what: str = "") -> None:
-        """`what`: in words; empty: the pipeline knows."""
+        """`number`: of the chunk; `what`: in words."""
         if self._also is not None:
             self._also(kind, stage, number)
         now = time.perf_counter()
-        recording = self._moments is not None
-        what = (what or self._describe(number)) if recording and kind in ("code", "start") else ""
+        what = what if self._moments is not None and kind in ("code", "start") else ""
         with self._lock:
             if kind in ("code", "coded", "start"):
                 self._arrived(number, now)
@@ -56,7 +55,7 @@ class Watch:
                 self._names[number] = what
 
     def began_elsewhere(self, what: str) -> Callable[[], None]:
-        """Data is under way that no job carries, until what is returned here is called."""
+        """Data is under way that no chunk carries, until what is returned here is called."""
         now = time.perf_counter()
         with self._lock:
             self._elsewhere -= 1
@@ -100,4 +99,4 @@ class Watch:
     def _note(self, track: str, number: int, begun: float, now: float) -> None:
         if self._moments is not None:
             name = self._names.get(number, "")
-            self._moments.append(Moment(track, f"job {number}: {name}" if number >= 0 else name, begun, now))
+            self._moments.append(Moment(track, f"chunk {number}: {name}" if number >= 0 else name, begun, now))

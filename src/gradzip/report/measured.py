@@ -108,7 +108,7 @@ def _joined(ranges: Iterable[_Range], gap: float = 20e-6) -> list[_Range]:
 
 
 def _by_thread(ranges: list[_Range], begin: float) -> list[Span]:
-    """Each thread of the pipeline is a stage: it waits for data, then codes."""
+    """Each thread of the runner is a stage: it waits for data, then codes."""
     threads = list(dict.fromkeys(one.thread for one in ranges))
     doing = {"wire": "waiting for data", "code": "coding"}
     return [

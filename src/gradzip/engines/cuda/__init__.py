@@ -137,42 +137,6 @@ def decode_many(
         _decode_batch(batch, shift, key if as_given and len(batch) == len(parts) else None)
 
 
-def sum_many(
-    terms: Sequence[Sequence[torch.Tensor | None]],
-    plain: Sequence[Sequence[torch.Tensor | None]],
-    outs: Sequence[torch.Tensor],
-    floors: Sequence[Sequence[FloorLike]] | None = None,
-    shift: int = 0,
-    books: Sequence[torch.Tensor | None] | None = None,
-) -> bool:
-    """Writes sums, added up in the order of terms, with one wait for all of them.
-
-    For each out, a term has a body with a floor of its own, or there are values in its place in `plain`. False if a
-    body proved to be corrupt, or of another coding than expected: then the outs hold nothing of use, and `decode` of
-    each tells what is wrong.
-    """
-    run: Prepared | None = None
-    floors, books = floors or [[None] * len(outs)] * len(terms), books or [None] * len(outs)
-    parts_of_terms = [  # before the first launch: one that nobody waits for would leave its faults to others
-        [
-            _readable(body, out, floor, book, out if number else None)
-            for body, out, floor, book in zip(bodies, outs, floors_of_term, books)
-            if body is not None
-        ]
-        for number, (bodies, floors_of_term) in enumerate(zip(terms, floors))
-    ]
-    for number, (parts, values) in enumerate(zip(parts_of_terms, plain)):
-        known = [(out, x) for out, x in zip(outs, values) if x is not None]
-        if known:
-            into, xs = [out for out, _ in known], [x for _, x in known]
-            torch._foreach_add_(into, xs) if number else torch._foreach_copy_(into, xs)
-        filled = sorted((part for part in parts if part.values.numel()), key=lambda part: part.floor is None)
-        for batch in batches(filled):
-            run = prepare(batch, FIXED if batch[0].floor is None else NEAR, _shifted(shift), encodes=False)
-            run.run()
-    return run is None or run.finish()[1] == 0  # the faults of all launches gather in one word
-
-
 def decode_add_encode(
     body: torch.Tensor,
     local: torch.Tensor,

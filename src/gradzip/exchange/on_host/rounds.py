@@ -22,7 +22,7 @@ from ..peers.channel import Channel
 from ..rounds import Average, Rounds, averaging
 from ..topology import Topology
 from . import streams
-from .runner import FIRST_NUMBER, HostProgram, HostRunner, Run, Sent, SentMessage
+from .runner import HostProgram, HostRunner, Run, Sent, SentMessage, WhenAgreed, at_once
 
 
 def submit_rounds(
@@ -33,15 +33,17 @@ def submit_rounds(
     done: Callable[[Outcome], None],
     agreed: Callable[[], None] = lambda: None,
     ready: streams.Mark = None,
+    when_agreed: WhenAgreed = at_once,
 ) -> None:
-    """Exchanges in several rounds, among the runner's messages; `done`, `agreed` and `ready` are as for these.
+    """Exchanges in several rounds, among the runner's messages; `done` and the last three are as for these.
 
     `start` is called on one of the runner's threads; `message` says which step it is.
     """
     if streams.are_needed(runner.channel.device):
-        submit_at_once(runner, what, functools.partial(rounds.run, start), message, done, agreed, ready)
+        work = functools.partial(rounds.run, start)
+        submit_at_once(runner, what, work, message, done, agreed, ready, when_agreed)
         return
-    sent = _SentRounds(message, agreed, what, start)
+    sent = _SentRounds(message, agreed, what, start, when_agreed=when_agreed)
     runner.take(sent, done, [functools.partial(_RoundsRun, runner.channel, sent)])
 
 
@@ -53,9 +55,10 @@ def submit_at_once(
     done: Callable[[Outcome], None],
     agreed: Callable[[], None] = lambda: None,
     ready: streams.Mark = None,
+    when_agreed: WhenAgreed = at_once,
 ) -> None:
     """The same by a call: `work` is handed what averages a tensor, and returns whether the means are finite."""
-    sent = _SentWork(message, agreed, what, work, ready)
+    sent = _SentWork(message, agreed, what, work, ready, when_agreed=when_agreed)
     runner.take(sent, done, [functools.partial(_WorkRun, runner.channel, sent)])
 
 
@@ -101,7 +104,7 @@ class _RoundsRun:
 
     def _call(self) -> bool:
         """Lets the codec work until it wants another average; False if it is through."""
-        sent, watch, number = self.sent, self._channel.watch, FIRST_NUMBER + self._number
+        sent, watch, number = self.sent, self._channel.watch, self._number
         began = time.perf_counter()
         watch.saw("code", self._stage, number, sent.what)
         try:
@@ -162,7 +165,7 @@ class _WorkRun:
         self._averaged += time.perf_counter() - began
 
     def _saw(self, kind: str) -> None:
-        self._channel.watch.saw(kind, self._stage, FIRST_NUMBER + self._number, self.sent.what)
+        self._channel.watch.saw(kind, self._stage, self._number, self.sent.what)
 
 
 def _kind(channel: Channel) -> type[Run]:
@@ -179,7 +182,8 @@ def _averaging(
     """The run of one round, which begins at a stage of the whole."""
     program = _prepared(whole.outcome.collectives, flat.numel(), flat.dtype, channel.topology)
     message = Message(program.program.names, flat.dtype, whole.message.rank, whole.message.world, whole.message.step)
-    sent = SentMessage(message, whole.agreed, program, Values([flat]), outcome=whole.outcome)
+    values, tell = Values([flat]), whole.when_agreed
+    sent = SentMessage(message, whole.agreed, program, values, outcome=whole.outcome, when_agreed=tell)
     return kind(channel, sent, program.chunks[0], number, first_stage=stage, what=what)
 
 

@@ -35,6 +35,21 @@ class Row:
     heard: Callable[[Sequence[torch.Tensor]], None] = _nothing  # is told every rank's numbers, and may raise
     number: int = field(default=-1, init=False)
     over: threading.Event = field(default_factory=threading.Event, init=False)  # all have been heard, or it has failed
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _waiting: list[Callable[[], None]] = field(default_factory=list, init=False)
+
+    def then(self, tell: Callable[[], None]) -> None:
+        """Calls when all have been heard, maybe at once; one after the other."""
+        with self._lock:
+            tell() if self.over.is_set() else self._waiting.append(tell)
+
+    def end(self, well: bool) -> None:
+        """All have been heard, or it has failed."""
+        with self._lock:
+            self.over.set()
+            for tell in self._waiting if well else ():
+                tell()
+            self._waiting.clear()
 
 
 class RowExchange:
@@ -62,7 +77,7 @@ class RowExchange:
                     self._thread.start()
                 self._queue.put(row)
         if error is not None:
-            row.over.set()
+            row.end(False)
             row.failed(error)
         return row
 
@@ -78,7 +93,7 @@ class RowExchange:
             self._live.clear()
             self._changed.notify_all()
         for row in rows:
-            row.over.set()
+            row.end(False)
             row.failed(first)
 
     def stop(self, patience: float) -> bool:
@@ -96,7 +111,7 @@ class RowExchange:
                 except BaseException as error:
                     self.fail(self._channel.explained(error))  # when others have heard of it
                     continue
-                row.over.set()
+                row.end(True)
                 with self._changed:
                     self._live.pop(row, None)
                     self._changed.notify_all()

@@ -61,8 +61,6 @@ THREADS = 3
 IN_FLIGHT = 8  # chunks that are begun and not yet through: what their buffers take is bounded
 HEAD = 16  # bytes in front of a frame
 _ALIGN = 8  # bytes: frames that travel together begin at multiples of it
-FIRST_NUMBER = 1 << 32  # of chunks, for those who watch: jobs of the pipeline have lower ones
-_FIRST_TAG = 1 << 30  # what the pipeline of collectives/ sends has lower ones
 _EXCHANGES, _CHUNKS = 1 << 8, 1 << 9  # of a program, and of all programs before tags are used again
 _DIGESTS = (1 << 30) // (_EXCHANGES * _CHUNKS) - 1
 
@@ -98,6 +96,14 @@ class HostProgram:
 
 def _nothing() -> None:
     """There is nothing to wait for, and nobody to tell."""
+
+
+WhenAgreed = Callable[[Callable[[], None]], None]
+
+
+def at_once(tell: Callable[[], None]) -> None:
+    """Ranks agree already."""
+    tell()
 
 
 class HostMessage:
@@ -152,6 +158,7 @@ class Sent:
     message: Message
     agreed: Callable[[], None]  # returns when all ranks have said that they do the same; raises if they do not
     done: Callable[[Outcome], None] = field(init=False)
+    when_agreed: WhenAgreed = field(default=at_once, kw_only=True)  # calls then
     outcome: Outcome = field(default_factory=Outcome, kw_only=True)
     left: int = field(default=1, kw_only=True)  # chunks
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -221,11 +228,12 @@ class HostRunner:
         agreed: Callable[[], None] = lambda: None,
         ready: streams.Mark = None,
         enqueued: Callable[[], None] = lambda: None,
+        when_agreed: WhenAgreed = at_once,
     ) -> None:
         """Replaces values by their mean over all ranks; `done` is called once, on one of the runner's threads.
 
         `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
-        all ranks send the same. Values on a device are there when `ready` is.
+        all ranks send the same, and `when_agreed` calls then. Values on a device are there when `ready` is.
         """
         kind: type[Run] = Run
         device = values.tensors[0].device
@@ -237,7 +245,8 @@ class HostRunner:
                 values, begin, done = offloaded.values, offloaded.fetch, offloaded.put_back
             else:
                 kind = DeviceRun
-        sent = SentMessage(message, agreed, prepared, values, begin, enqueued, left=len(prepared.chunks))
+        chunks = len(prepared.chunks)
+        sent = SentMessage(message, agreed, prepared, values, begin, enqueued, left=chunks, when_agreed=when_agreed)
         runs = [functools.partial(kind, self.channel, sent, chunk, ready=ready) for chunk in prepared.chunks]
         self.take(sent, done, runs)
 
@@ -292,8 +301,7 @@ class HostRunner:
 
     def stop(self, patience: float) -> bool:
         """Ends the threads after what was submitted; False if one is still busy after that many seconds."""
-        for queue in self._queues:
-            queue.put(None)
+        self._queues[0].put(None)  # each thread tells the next, behind all that it hands on
         deadline = time.monotonic() + patience
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -327,6 +335,8 @@ class HostRunner:
                 else:
                     self._queues[number + 1].put(run)
                 del run  # it holds memory of the device, and the next one may come late
+        if number + 1 < THREADS:
+            self._queues[number + 1].put(None)
 
 
 def codes_on_host(program: Program) -> bool:
@@ -400,6 +410,7 @@ class Run:
         if self._pending is not None:
             with span("wire", self._what):
                 self._wait(self._pending)
+            self.sent.agreed()
             self._land()
             self._pending = None
         arrived = time.perf_counter()
@@ -411,8 +422,8 @@ class Run:
         with span("code", self._what):
             started = self._run_stage()
         self._saw("coded")
-        if started:
-            self._saw("start")
+        if started:  # a rank that comes late is no slow network: what is sent before all agree is under way from then
+            self.sent.when_agreed(functools.partial(self._saw, "start", self._stage))
         self._stage += 1
         over = self._stage == len(self._chunk.stages)
         if over:
@@ -440,8 +451,9 @@ class Run:
                 self._do(step)
         return self._pending is not None
 
-    def _saw(self, kind: str) -> None:
-        self._channel.watch.saw(kind, self._first_stage + self._stage, FIRST_NUMBER + self._number, self._what)
+    def _saw(self, kind: str, stage: int | None = None) -> None:
+        at = self._first_stage + (self._stage if stage is None else stage)
+        self._channel.watch.saw(kind, at, self._number, self._what)
 
     def close(self) -> None:
         """Hands buffers back."""
@@ -650,7 +662,7 @@ class Run:
 
     def _tag(self) -> int:
         what, chunk = self._chunk.digest % _DIGESTS, self._number % _CHUNKS
-        return _FIRST_TAG + (what * _CHUNKS + chunk) * _EXCHANGES + (self._first_stage + self._stage) % _EXCHANGES
+        return (what * _CHUNKS + chunk) * _EXCHANGES + (self._first_stage + self._stage) % _EXCHANGES
 
     # -- buffers ------------------------------------------------------------------------------------------------
 

@@ -7,19 +7,14 @@ import threading
 import torch
 
 _SMALLEST = 1 << 12
-_KEPT = 128  # buffers; more than a pipeline has in flight
+_KEPT = 128  # buffers; more than chunks in flight have
 
 
 class Buffers:
-    """Buffers of whole powers of two (and three quarters of them); pinned where a GPU copies to and from them.
+    """Buffers of whole powers of two (and three quarters of them); pinned where a GPU copies to and from them."""
 
-    Those on a GPU belong to no stream: what is given back must be done with.
-    """
-
-    def __init__(self, pinned: bool = False, device: torch.device | None = None) -> None:
-        self._pinned, self._device = pinned, device
-        on_gpu = device is not None and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+    def __init__(self, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._lock = threading.Lock()
         self._free: list[tuple[int, torch.Tensor]] = []  # with their sizes; the one used last is the last
 
@@ -32,13 +27,7 @@ class Buffers:
             for i in range(len(self._free) - 1, -1, -1):
                 if self._free[i][0] == rounded:
                     return self._free.pop(i)[1]
-        with torch.cuda.stream(self._stream):
-            fresh = torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned, device=self._device)
-        if self._stream is not None:
-            # Torch hands out what kernels of the same stream still use. Others will use this one: so it comes from a
-            # stream on which there are none, and of which the rest, should it be shared with somebody, is through.
-            self._stream.synchronize()
-        return fresh
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give(self, buffers: list[torch.Tensor]) -> None:
         """Hands buffers back; nobody may look at them any more."""

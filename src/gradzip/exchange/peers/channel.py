@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,9 @@ from .buffers import Buffers
 from .gloo import SENDERS, Broken, Gloo
 from .heartbeat import Health
 from .standing import Standing
-from .transports import GLOO
 
 HEARTBEAT = timedelta(seconds=30)
-ROW_VERSION = 5  # of what ranks tell each other in rows (rows.py): others would not understand it
+ROW_VERSION = 6  # of rows (rows.py) and of the tags of data: ranks that have others would wait for each other
 TIMEOUT = timedelta(minutes=30)  # of one message; a dead peer is noticed by its heartbeat long before
 _AT_EXIT = 6.0  # seconds that threads have to come back, at the end of the process
 _GRACE = 0.6  # seconds of these that threads have to end by themselves
@@ -42,7 +41,7 @@ _LAST_WORDS = 2.0  # seconds that a rank has to say why it closed its connection
 _TO_HEAR = 1.0  # seconds that others have to read that, where the store may end with this process
 
 _lock = threading.Lock()
-_channels: dict[tuple[object, ...], Any] = {}
+_channels: dict[tuple[object, ...], Channel] = {}
 _serials: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # channels made so far, by group
 _open: set[Channel] = set()  # with threads that may run
 _inherited: list[Channel] = []  # the parent's, in a forked child: its threads are not here, its sockets are shared
@@ -66,9 +65,6 @@ class Worker(Protocol):
 
 
 class Channel:
-    transport = GLOO  # what carries large messages
-    _sums = False  # torch's own all-reduce is needed
-
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -94,7 +90,7 @@ class Channel:
         self._meet(store, "hello", timeout)
         try:
             senders = SENDERS if device.type == "cuda" else 0
-            self.gloo = Gloo(store, self.rank, self.world, timeout, senders, self._sums)
+            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
         if device.type == "cuda":
@@ -102,7 +98,7 @@ class Channel:
         self._meet(store, "ready", timeout)  # a rank that fails now must not leave others half connected
         self.buffers = Buffers(pinned=device.type == "cuda")
         self.health = Health(store, self.rank, self.world, heartbeat.total_seconds(), self._lost, self.standing)
-        self.watch = Watch(self.describe, _probe)
+        self.watch = Watch(_probe)
 
     def start(self) -> None:
         """After all ranks have connected."""
@@ -117,10 +113,6 @@ class Channel:
             "device": self.device.type,  # messages are cut up otherwise on GPUs
             "rows": ROW_VERSION,
         }
-
-    def describe(self, number: int) -> str:
-        """The words of what has that number and is under way, for traces of whoever does not hand them over."""
-        return ""
 
     def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
         """Waits until all ranks are there. They must speak the same format and see the same hosts."""
@@ -137,8 +129,8 @@ class Channel:
             theirs = store.get(f"{where}/{rank}").decode()
             if theirs != own:
                 raise PeerError(
-                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher, "
-                    "transport and kind of device"
+                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher "
+                    "and kind of device"
                 )
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -169,10 +161,6 @@ class Channel:
 
     def abort(self) -> None:
         """Ends all waits, here and soon on all ranks."""
-        self.gloo.abort()
-
-    def abort_at_exit(self) -> None:
-        """The same at the end of the process, for what must not wait any longer."""
         self.gloo.abort()
 
     def _end(self, error: BaseException) -> None:
@@ -289,9 +277,6 @@ def _plain(error: Broken) -> str:
     return re.sub(r"^\[.*?\] |\. This is typically.*", "", str(error), flags=re.DOTALL)
 
 
-Kind = TypeVar("Kind", bound=Channel)
-
-
 def open_channel(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -300,31 +285,18 @@ def open_channel(
     heartbeat: timedelta | None = None,
 ) -> Channel:
     """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point."""
-    return open_kind(Channel, group, device, mesh, timeout, heartbeat)
-
-
-def open_kind(
-    kind: Callable[..., Kind],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    timeout: timedelta | None,
-    heartbeat: timedelta | None,
-    *more: str,
-) -> Kind:
-    """The same for a kind of channel, which is made with `more`."""
     timeout, heartbeat = timeout or TIMEOUT, heartbeat or HEARTBEAT
     if heartbeat < timedelta(seconds=1):
         raise Unsupported(f"heartbeat={heartbeat}: hearts beat a few times a second; give them a second at least")
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
-    key = (kind, group.group_name, str(device), topology, timeout, heartbeat, *more)
+    key = (group.group_name, str(device), topology, timeout, heartbeat)
     with _lock:
         if key not in _channels or _channels[key].error is not None:
-            made = kind(group, device, topology, timeout, heartbeat, *more)
+            made = Channel(group, device, topology, timeout, heartbeat)
             made.start()
             _channels[key] = made
-        channel: Kind = _channels[key]
+        channel = _channels[key]
         channel.users += 1
         return channel
 
@@ -339,7 +311,7 @@ def _forget(channel: Channel) -> None:
 def _close_all() -> None:
     """Threads that are inside torch when Python shuts down take the process down: none may be left."""
     for channel in list(_open):
-        channel.abort_at_exit()
+        channel.gloo.abort()
         channel.health.stop(_GRACE)
         channel.health.abort()
         channel.close(_AT_EXIT)

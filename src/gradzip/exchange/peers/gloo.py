@@ -61,18 +61,15 @@ class Pending:
 
 
 class Gloo:
-    """Connections between the ranks of a group, for rows, for data, and for torch's own all-reduce."""
+    """Connections between the ranks of a group: some for rows, others for data."""
 
-    def __init__(
-        self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0, sums: bool = True
-    ) -> None:
-        """`senders`: so many threads send larger data; 0: those that call `send`. `sums`: `all_reduce` is needed."""
+    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
+        """`senders`: so many threads send larger data; 0: those that call `send`."""
         self.rank, self.world = rank, world
         self._sockets: dict[str, set[sockets.Socket]] = {}
         self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
-        names = ("rows", "data", "sums") if sums else ("rows", "data")
-        for name in names if world > 1 else ():
+        for name in ("rows", "data") if world > 1 else ():
             make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
             before = sockets.found()
             self._groups[name] = make()
@@ -91,32 +88,12 @@ class Gloo:
         self._issue(rows, "rows", [(rank, row) for rank in to], list(rows.received.items()), tag)
         return rows
 
-    def receive_from_any(self, tag: int) -> int:
-        """A number that some rank sends as a row; waits for it."""
-        number = torch.zeros(1, dtype=torch.int64)
-        try:
-            self._group("rows").recv_anysource([number], tag).wait()
-        except RuntimeError as cause:
-            raise Broken(None, cause) from cause
-        return int(number)
-
     def send(
         self, parts: Sequence[tuple[int, torch.Tensor]], into: Sequence[tuple[int, torch.Tensor]], tag: int
     ) -> Pending:
         """Starts to send bytes to ranks, and to receive from others into buffers of exactly the right size."""
         pending = Pending()
         self._issue(pending, "data", parts, into, tag)
-        return pending
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """torch's own sum, in its own order. To be called from one thread, in the same order on all ranks."""
-        pending = Pending()
-        if self.world == 1:
-            return pending
-        try:
-            pending.add(None, self._group("sums").allreduce([tensor]), tensor)
-        except RuntimeError as cause:
-            raise Broken(None, cause) from cause
         return pending
 
     def _issue(
