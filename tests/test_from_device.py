@@ -33,13 +33,16 @@ from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.parts import Table
 from gradzip.exchange.peers.channel import Channel
 from gradzip.exchange.program import Hop
+from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED, Route
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
-SIZES = [3, 5000, 0, 1, 700, 9001, *(130 + i for i in range(20))]
+SIZES = [3, 5000, 0, 1, 700, 9001, *(130 + i for i in range(8))]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
-STEPS = 3
+STEPS = 3  # what is lost is added in the second, and its memory is used again in the third
+WHOLE, CUT = [0, len(SIZES)], [0, 2, 6, len(SIZES)]  # in one message, or in several, as DDP's buckets have it
+Case = tuple[str, str, torch.dtype]
 
 
 def drawn(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -89,23 +92,39 @@ def topology_size(topology: Any) -> int:
     return sum(map(len, topology.hosts))
 
 
+def expected_of(cases: Sequence[Case], world: int, per_host: int, steps: int = STEPS) -> list[list[torch.Tensor]]:
+    """The means of each case, step and tensor behind each other, with an engine of the CPU; all ranks get the same."""
+    topology = Topology(0, tuple(zip(*[iter(range(world))] * per_host)))
+    found = []
+    for codec, route, dtype in cases:
+        interpreted, means = Interpreted(codec, route, topology, dtype), []
+        for step in range(steps):
+            first, *others = [torch.cat(of_rank) for of_rank in interpreted.step(step)]
+            assert all(same_bits(first, other) for other in others)
+            means.append(first)
+        found.append(means)
+    return found
+
+
 def exchanged(
-    rank: int, cases: Sequence[tuple[str, str, torch.dtype]], per_host: int, chunk: int, device: str = "cpu"
+    rank: int,
+    cases: Sequence[Case],
+    expected: Sequence[Sequence[torch.Tensor]],
+    per_host: int,
+    chunk: int,
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """What differs from the interpreter, which goes first: it has the engines of the CPU."""
+    """What differs from the interpreter."""
     if device == "cuda":
         del os.environ["GRADZIP_ENGINE"]  # the right one for each device
-    channel, world, expected = connect(per_host, device), dist.get_world_size(), []
-    for codec, route, dtype in cases:
-        interpreted = Interpreted(codec, route, channel.topology, dtype)
-        expected.append([interpreted.step(step)[rank] for step in range(STEPS)])
+    channel, world = connect(per_host, device), dist.get_world_size()
     if device == "cpu":
         fake_gpu.install()
     wrong = []
     for (codec, route, dtype), means in zip(cases, expected):
         whole = codes_messages(parse(codec), route, on_device=True)
         assert whole is not None
-        for cuts in ([0, len(SIZES)], [0, 2, 6, len(SIZES)]):
+        for cuts in (WHOLE, CUT):
             memory, kept = Memory(rank), [torch.empty(n, dtype=dtype, device=device) for n in SIZES]
             parts = []
             for cut in itertools.pairwise(cuts):
@@ -113,7 +132,7 @@ def exchanged(
                 args = whole.text, Route.parse(route), names, sizes, dtype, channel.topology, whole.codes_sums
                 program = HostProgram(compile_route(*args), whole, chunk, None, chunk // 2)
                 parts.append((cut, program, Values(kept[slice(*cut)])))
-            for step in range(STEPS):
+            for step in range(len(means) if cuts is WHOLE or device == "cuda" else 2):
                 torch._foreach_copy_(kept, drawn(step, rank, dtype))
                 outcomes = SimpleQueue[Outcome]()
                 ready = ready_on(device)
@@ -125,18 +144,19 @@ def exchanged(
                     if error is not None:
                         raise error
                 memory.commit()
-                found = [x.cpu() for x in kept]
+                found, wanted = [x.cpu() for x in kept], means[step].split_with_sizes(SIZES)
                 for stream in fake_gpu.made:
                     assert not stream.holds(), "what a chunk brought or kept is let go with it"
-                if not all(map(same_bits, found, means[step])):
-                    which = [n for n, a, b in zip(NAMES, found, means[step]) if not same_bits(a, b)]
+                if not all(map(same_bits, found, wanted)):
+                    which = [n for n, a, b in zip(NAMES, found, wanted) if not same_bits(a, b)]
                     wrong.append(f"{codec} by {route}, {dtype}, {cuts}, step {step}: {which[:4]}")
     return {"wrong": wrong, "overwritten": fake_gpu.overwritten}
 
 
 def check(world: int, codecs: Sequence[str], routes: Sequence[str], *, dtype: torch.dtype = torch.float32) -> None:
-    cases = [(codec, route, dtype) for codec in codecs for route in routes]
-    for found in run_ranks(world, exchanged, cases, 2 if world == 4 else 1, 2000, deadline=1500):
+    cases, per_host = [(codec, route, dtype) for codec in codecs for route in routes], 2 if world == 4 else 1
+    expected = expected_of(cases, world, per_host)
+    for found in run_ranks(world, exchanged, cases, expected, per_host, 2000, deadline=1500):
         assert found["wrong"] == []
         assert found["overwritten"] == []
 
@@ -173,13 +193,20 @@ def test_gradients_of_16_bits_have_them_too() -> None:
 
 @pytest.mark.timeout(1600)
 def test_routes_have_them_too() -> None:
-    routes = [name for name in NAMED if name != "alltoall"]
-    check(4, ["gcomp:keep=7"], [on_gpu(name) if NAMED[name].compresses else name for name in routes])
+    """With sums on the way, rings, and plain values."""
+    check(4, ["gcomp:keep=7"], list(map(on_gpu, ("ring", "allgather", "hierarchical"))))
+    check(4, ["identity"], ["allreduce"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_other_routes_have_them_too() -> None:
+    check(4, ["gcomp:keep=3"], list(map(on_gpu, ("gather", "hierarchical_ring", "hierarchical_allgather"))))
 
 
 @pytest.mark.timeout(1600)
 def test_routes_that_code_on_the_cpu_have_them_too() -> None:
-    check(3, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
+    check(2, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
 
 
 # --- By attach -------------------------------------------------------------------------------------------------------

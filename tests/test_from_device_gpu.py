@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import test_from_device
 import torch
 from ranks import TIMEOUT, run_ranks
-from test_from_device import DECODED, GCOMP, GENERIC, GPU_ALL_TO_ALL, check_damaged, check_finite, exchanged, on_gpu
+from test_from_device import (
+    DECODED,
+    GCOMP,
+    GENERIC,
+    GPU_ALL_TO_ALL,
+    check_damaged,
+    check_finite,
+    exchanged,
+    expected_of,
+    on_gpu,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import same
@@ -29,8 +38,9 @@ BY_STREAMS_TOO = ("topk:ratio=0.1", "randomk:ratio=0.2", "powersgd:rank=2", "int
 
 
 def check(world: int, codecs: Sequence[str], routes: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
-    cases = [(codec, route, dtype) for codec in codecs for route in routes]
-    for found in run_ranks(world, exchanged, cases, 2 if world == 4 else 1, 2000, "cuda", deadline=800):
+    cases, per_host = [(codec, route, dtype) for codec in codecs for route in routes], 2 if world == 4 else 1
+    expected = expected_of(cases, world, per_host)
+    for found in run_ranks(world, exchanged, cases, expected, per_host, 2000, "cuda", deadline=800):
         assert found["wrong"] == []
 
 
@@ -49,14 +59,15 @@ def test_gradients_of_16_bits_have_them_too() -> None:
 
 
 def test_routes_have_them_too() -> None:
-    check(4, ["gcomp:keep=7"], [on_gpu(name) if NAMED[name].compresses else name for name in NAMED])
+    check(4, ["gcomp:keep=7"], [on_gpu(name) for name in NAMED if NAMED[name].compresses])
+    check(4, ["identity"], ["allreduce"])
 
 
 def test_routes_that_code_on_the_cpu_have_them_too() -> None:
     check(3, ["gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1"], [str(NAMED["alltoall"].on("cpu"))])
 
 
-def delayed(rank: int, cases: Any, per_host: int = 1) -> dict[str, Any]:
+def delayed(rank: int, cases: Any, expected: Any, per_host: int = 1) -> dict[str, Any]:
     """Every stream is late: memory that is used again too early shows."""
     after = streams.DeviceStream.after
 
@@ -65,20 +76,20 @@ def delayed(rank: int, cases: Any, per_host: int = 1) -> dict[str, Any]:
         torch.cuda._sleep(CYCLES * (1 + (rank + id(self) // 64) % 3))  # type: ignore[no-untyped-call]
 
     streams.DeviceStream.after = late  # type: ignore[method-assign]
-    test_from_device.STEPS = 6
-    return exchanged(rank, cases, per_host, 2000, "cuda")
+    return exchanged(rank, cases, expected, per_host, 2000, "cuda")
 
 
 @pytest.mark.parametrize("codec", ["gcomp:keep=7", "gcomp:keep=3", "gcomp:mode=near", "topk:ratio=0.1", "sign"])
 def test_kernels_that_are_late_change_nothing(codec: str) -> None:
-    for found in run_ranks(2, delayed, [(codec, GPU_ALL_TO_ALL, torch.float32)], deadline=800):
+    cases = [(codec, GPU_ALL_TO_ALL, torch.float32)]
+    for found in run_ranks(2, delayed, cases, expected_of(cases, 2, 1, steps=6), deadline=800):
         assert found["wrong"] == []
 
 
 def test_kernels_that_are_late_change_nothing_by_routes_of_many_stages() -> None:
     """There values of one stream are read by another, and frames are passed on."""
     cases = [("gcomp:keep=3", on_gpu(name), torch.float32) for name in ("hierarchical", "ring")]
-    for found in run_ranks(4, delayed, cases, 2, deadline=800):
+    for found in run_ranks(4, delayed, cases, expected_of(cases, 4, 2, steps=6), 2, deadline=800):
         assert found["wrong"] == []
 
 
