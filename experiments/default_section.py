@@ -11,7 +11,7 @@ from pieces import Results, Row, of, table
 
 PAGE = Path(__file__).parent.parent / "docs/design.md"
 BEGIN, END = "<!-- table: python experiments/make_results.py -->\n", "<!-- end of table -->\n"
-OPTIMIZERS = {"cifar20k": "SGD", "gpt-muon": "Muon"}  # by task; of the others it is AdamW
+OPTIMIZERS = {"cifar20k": "SGD", "cifar50k": "SGD", "gpt-muon": "Muon"}  # by task; of the others it is AdamW
 BUDGETS = {"AdamW": ("1 %",), "SGD": ("1 %",), "Muon": ("1 %", "0.3 %")}
 
 

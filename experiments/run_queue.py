@@ -150,7 +150,7 @@ _RANKS = "-300 (rank|accordion [0-9])"
 QUEUE: tuple[Item, ...] = (
     Paired("gpt-11m", "what a budget of noise costs a larger model"),
     Paired("sst2", "the same in fine-tuning of a pretrained BERT"),
-    Paired("gpt2", "one pair at 124 M parameters"),
+    Paired("gpt2", "pairs at 124 M parameters, of which the first says little"),
     Ranks("promise", "noise/promise.csv", 5, 230, "what noise promises, for AdamW, SGD, Lion, Muon and Adafactor"),
     Ranks("gpt10", "gpt/results.csv", 9, 190, "loss against wall time: noise and torch's PowerSGD", True, (_TEN,)),
     Ranks("resnet10", "wall/results.csv", 7, 130, "the same picture for ResNet-50", wanted=(_TEN,)),
@@ -162,6 +162,7 @@ QUEUE: tuple[Item, ...] = (
     Ranks("resnet1", "wall/results.csv", 7, 190, "the same picture for ResNet-50", wanted=(_ONE,)),
     Series("GComp in float32: CIFAR-10, SST-2", "gcomp", "-float32 ", "its own method to the end of training"),
     Paired("gpt", "a second seed of other codecs and controls"),
+    Paired("cifar50k", "SGD on all of CIFAR-10, its second task"),
     Paired("cifar20k", "narrower interval under SGD"),
     Series("PowerSGD, 300 epochs: the other compressors", "powersgd", "cifar-300 (rank 7|random|sign|top)",
            "the rest of Table 4"),

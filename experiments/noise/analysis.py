@@ -112,10 +112,14 @@ def seeds_needed(at_one: Interval, limit: float = LIMIT) -> int | None:
 
 
 def largest_budget(at_one: Interval, limit: float = LIMIT, most: float = 30.0) -> float | None:
-    """The budget in per cent whose upper bound is the limit, if costs are linear; none for one seed."""
+    """The budget in per cent whose upper bound is the limit, if costs are linear; none for one seed.
+
+    A mean below 0 is taken as 0, as for `seeds_needed`.
+    """
     if at_one.count < 2:
         return None
-    return most if at_one.upper <= limit / most else limit / at_one.upper
+    upper = max(at_one.mean, 0.0) + at_one.half
+    return most if upper <= limit / most else limit / upper
 
 
 def _two_terms(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -71,6 +71,8 @@ QUEUE_WITH_REASONS: list[tuple[Group, str]] = [
     (Group("gpt-11m", SLOPE), "a larger model"),
     (Group("sst2", TUNED), "fine-tuning of a pretrained BERT"),
     _group("gpt2", (PLAIN, noise(30), noise(1), NUDGED), (0,), "one pair at 124 M parameters"),
+    _group("gpt2", (PLAIN, noise(30), noise(1), NUDGED), (1, 2), "pairs at 124 M parameters, each trained at once"),
+    _group("cifar50k", (PLAIN, noise(30), noise(10), noise(1), NUDGED), range(4), "SGD on all of CIFAR-10"),
     _group("gpt", FURTHER, (0, 1), "further controls"),
     _group("gpt", CONTROLS, (1,), "a second seed of the controls"),
     _group("gpt-muon", (PLAIN, noise(10)), range(4, 8), "more seeds"),
