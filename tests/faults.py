@@ -133,9 +133,11 @@ def happen(fault: str) -> None:
 
 def run(fault: str, way: str = "gloo") -> dict[str, Any]:
     """What every rank said that could, how long after the accident, and the exit codes."""
+    from ranks import engine_of_ranks
+
     settings = {"FAULT": fault, "WAY": way, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     settings |= (
-        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if way in ON_GPU else {"GRADZIP_ENGINE": "reference"}
+        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if way in ON_GPU else {"GRADZIP_ENGINE": engine_of_ranks()}
     )
     said, codes = _on_hosts(settings) if fault == LINK_DOWN else _on_loopback(fault, settings)
     moment = next(words["happened"] for words in said.values() if "happened" in words)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import DEADLINE, free_port
+from ranks import DEADLINE, engine_of_ranks, free_port
 
 
 class Ended(NamedTuple):
@@ -35,7 +35,7 @@ def start_scripts(
     world: int, script: Path, *args: str, only: Mapping[int, Mapping[str, str]] | None = None
 ) -> list[subprocess.Popen[str]]:
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "GRADZIP_ENGINE": "reference"}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "GRADZIP_ENGINE": engine_of_ranks()}
     shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     return [
         subprocess.Popen(

@@ -174,8 +174,18 @@ def compared(rank: int, codec: str, route: str | None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("codec", "route"), [*((c, None) for c in CODECS), *((c, "alltoall") for c in CODED)])
+# All codecs on two ranks, in all types; one of each kind on more.
+ALL = [*((c, None) for c in CODECS), *((c, "alltoall") for c in CODED)]
+KINDS = [
+    *("sign", "terngrad", "natural:bits=3", "qsgd:bits=5,bucket=64", "randomk:ratio=0.1", "topk:ratio=0.05"),
+    *("cast:feedback=true", "int4:block=128,hadamard=true,feedback=true"),
+]
+SOME = [*((c, None) for c in KINDS), ("sign", "alltoall"), ("natural:bits=3", "alltoall")]
+
+
+@pytest.mark.parametrize(
+    ("world", "codec", "route"), [*((2, *case) for case in ALL), *((world, *case) for world in (3, 4) for case in SOME)]
+)
 def test_means_and_residuals_are_those_of_the_interpreter(world: int, codec: str, route: str | None) -> None:
     for wrong in run_ranks(world, compared, codec, route):
         assert wrong == []

@@ -118,8 +118,11 @@ def compare(rank: int, codec: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("codec", ["noise", "cast", "cast:to=fp16", "identity", *SCALED])
+WORLDS = [(2, codec) for codec in ("noise", "cast", "cast:to=fp16", "identity", *SCALED)]
+WORLDS += [(world, codec) for world in (3, 4) for codec in ("noise", "cast", "int4:block=128,hadamard=true")]
+
+
+@pytest.mark.parametrize(("world", "codec"), WORLDS)
 def test_runner_gives_the_bits_of_the_interpreter_whatever_the_buckets(world: int, codec: str) -> None:
     for found in run_ranks(world, compare, codec):
         assert all(found.values()), found
