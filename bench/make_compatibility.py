@@ -143,8 +143,8 @@ features. A ✓ means: `gcomp:mode=lossless` ends with the same parameters as pl
 
 BELOW = """
 These tests run on CPUs over Gloo, in every run of the tests. `test_feature_pairs.py::test_pair_over_nccl` has the
-same {count} cases over **NCCL**. They need a GPU, which ranks may share; all passed on an H200. gradzip's own data
-travels over Gloo in both.
+same {count} cases over **NCCL**. They need a GPU, which ranks may share; all passed on an H200, before
+codecs other than `noise` went by NCCL as well.
 
 ## One by one
 Each line is tested on CPUs over Gloo with two or more ranks, unless it says otherwise.
