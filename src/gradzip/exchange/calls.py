@@ -32,7 +32,8 @@ from .outcome import Outcome
 from .peers.channel import Channel
 from .program import Program
 
-_ROUTE = NAMED["alltoall"]
+_ALLTOALL = "alltoall"
+_ROUTE = NAMED[_ALLTOALL]
 _Made = TypeVar("_Made")
 
 
@@ -185,7 +186,7 @@ class StreamCalls(_Calls):
 
     def __init__(self, channel: Channel, codec: Codec, group: dist.ProcessGroup) -> None:
         super().__init__(channel, codec)
-        found = stream_codec(codec, str(_ROUTE))
+        found = stream_codec(codec, _ALLTOALL)
         if found is None:
             raise Unsupported(
                 f"the frames of {codec} have no size that is known beforehand, or no owners who add them up, so "
