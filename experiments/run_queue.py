@@ -17,6 +17,7 @@ import argparse
 import csv
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -70,8 +71,7 @@ class Paired:
         todo = paired.missing(folder / "noise/results.csv", f"{self.task}$")
         missing = len({(seed, v.name) for group in todo for seed, v in group.runs})
         guess = paired.Guess(folder / "noise/results.csv", paired.GPU)
-        beside = paired.TOGETHER if self.task in paired.SINGLE else 1
-        seconds = guess(self.task, missing) / beside
+        seconds = _shared(folder / "noise/results.csv", guess, self.task, missing)
         return Left(len(runs) - missing, len(runs), seconds, guess.measured(self.task))
 
     def command(self, data: Path, state: Path, seconds: float, later: float, limit: int | None) -> list[str]:
@@ -139,6 +139,16 @@ class Ranks:
 
 
 Item = Paired | Series | Ranks
+
+
+def _shared(results: Path, guess: paired.Guess, task: str, runs: int) -> float:
+    """Seconds of a GPU for so many runs: those of single runs are shared with as many as ran beside them."""
+    if task not in paired.SINGLE:
+        return guess(task, runs)
+    rows = [row for row in paired.read(results) if row["task"] == task and row["device"] == paired.GPU]
+    if not rows:
+        return guess(task, runs) / paired.TOGETHER
+    return runs * statistics.fmean(float(row["seconds"]) / int(row["beside"]) for row in rows)
 
 
 def _limit(limit: int | None) -> Sequence[str]:
@@ -295,7 +305,7 @@ def _needed(results: Path, guess: paired.Guess) -> Iterator[str]:
         each = sum(seed == first.runs[0][0] for seed, _ in first.runs)
         wanted, at_one = analysis.seeds_needed(found.at_one), found.at_one
         runs = each * max(0, wanted - at_one.count) if wanted else 0
-        seconds = guess(task, runs) / (paired.TOGETHER if task in paired.SINGLE else 1)
+        seconds = _shared(results, guess, task, runs)
         spread = f"{analysis.deviation(at_one):.3f}" if at_one.count > 1 else ""
         to_go = f"{runs} | {seconds:.0f}" if wanted else "| "
         yield f"| {task} | {at_one.count} | {at_one} | {spread} | {wanted or 'none is enough'} | {to_go} |"

@@ -89,3 +89,18 @@ def test_a_call_runs_what_fits_and_leaves_the_rest(
     (row,) = [row for row in queue.paired.read(tmp_path / "state/gcomp/results.csv") if row["limit"]]
     assert row["row"] == "paper"
     assert not (tmp_path / "out").exists(), "rows of tiny forms stay where they are"
+
+
+def test_seconds_of_single_runs_are_shared_with_those_beside(queue: ModuleType, tmp_path: Path) -> None:
+    fields = ("task", "device", "limit", "seconds", "beside")
+    rows = [
+        {"task": "gpt2", "device": queue.paired.GPU, "limit": "", "seconds": s, "beside": b}
+        for s, b in ((80, 4), (60, 2))
+    ]
+    queue.series.append(tmp_path / "results.csv", rows, fields)
+    guess = queue.paired.Guess(tmp_path / "results.csv", queue.paired.GPU)
+    assert queue._shared(tmp_path / "results.csv", guess, "gpt2", 3) == pytest.approx(3 * 25)
+    assert (
+        queue._shared(tmp_path / "results.csv", guess, "sst2", 8)
+        == queue.paired.GUESS["sst2"] * 8 / queue.paired.TOGETHER
+    )
