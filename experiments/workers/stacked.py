@@ -205,7 +205,7 @@ class StackedWorkers:
                 unit = 1 / self.world
             target = out + self._sum_residual[start:stop] * unit if feeds and self._sum_residual is not None else out
             if not isinstance(codec, Identity):
-                result = _coded(codec, target, floors, self.world.bit_length() - 1)
+                result = _coded(codec, target, floors, self._shift(codec))
                 if feeds and self._sum_residual is not None:
                     self._sum_residual[start:stop] = (target - result) / unit
                 if found is not None and isinstance(codec, GComp):
@@ -213,6 +213,10 @@ class StackedWorkers:
                 out.copy_(result)
             if of_sums:
                 out.div_(self.world)
+
+    def _shift(self, codec: Codec) -> int:
+        """Of what is encoded as a sum: paper mode compares values with reaches, and gets them as means."""
+        return 0 if isinstance(codec, GComp) and codec.mode == "paper" else self.world.bit_length() - 1
 
     def _probe(
         self,
@@ -225,7 +229,7 @@ class StackedWorkers:
         found: dict[str, float],
     ) -> None:
         """Real frames of worker 0's gradients and of the sums: their sizes, and whether they decode to what is here."""
-        begin, shift = places[0].start, self.world.bit_length() - 1
+        begin, shift = places[0].start, self._shift(codec)
         for place in places:
             part = slice(place.start, place.stop)
             inner = slice(place.start - begin, place.stop - begin)
