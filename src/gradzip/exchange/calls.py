@@ -198,14 +198,16 @@ class StreamCalls(_Calls):
     def all_reduce(self, tensors: Mapping[str, torch.Tensor], step: int) -> Work:
         self._runner.begin(step, use_shapes=False)
         filled = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        groups = _by_type(filled)
+        groups, under_way = _by_type(filled), []
         for number, named in enumerate(groups):
             names, values = list(named), list(named.values())
             program = self._averaging(names, values, self._stream_codec.codes_sums)
             buffer, message = self._once(program, lambda n=names, v=values: self._staged(n, v))  # type: ignore[misc]
             stages = [stage.view(x.shape) for stage, x in zip(message.tensors, values)]
             torch._foreach_copy_(stages, values)
-            self._runner.take(buffer, [message], number == len(groups) - 1).wait()
+            under_way.append((self._runner.take(buffer, [message], number == len(groups) - 1), values, stages))
+        for future, values, stages in under_way:  # a small one is exchanged together with the next
+            future.wait()
             torch._foreach_copy_(values, stages)
         return _StreamWork()
 
