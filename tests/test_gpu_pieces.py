@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import gradient, same_bits
 from emulated import floors
+from rows_of_pieces import rows
 
 from gradzip.engines import native
 from gradzip.engines.cuda import pieces as cuda
@@ -34,7 +35,7 @@ class Case:
         self.exact = [exact and i % 3 == 0 for i in range(len(SIZES))]
 
     def rows(self, tensors: list[torch.Tensor]) -> Any:
-        return native._pieces(tensors, self.floors, None, None, self.exact)
+        return rows(tensors, self.floors, exact=self.exact)
 
     def encoded(self) -> tuple[list[torch.Tensor], Any]:
         bodies = [torch.zeros(body_bound(n, torch.float32), dtype=torch.uint8) for n in SIZES]
@@ -136,7 +137,5 @@ def test_numbers_of_launches_begin_anew_between_calls(gpu: emulated.Emulator, mo
 
 
 def test_a_floor_that_is_computed_has_the_kernels_of_its_kind() -> None:
-    rows = native._pieces(
-        [gradient(3)] * 3, [None, floors(3, "given"), Floor(gradient(3), None, -160)], None, None, None
-    )
-    assert cuda._floor_kinds(rows).tolist() == [0, 1, 2]
+    found = rows([gradient(3)] * 3, [None, floors(3, "given"), Floor(gradient(3), None, -160)])
+    assert cuda._floor_kinds(found).tolist() == [0, 1, 2]

@@ -10,24 +10,13 @@ import torch
 from conftest import floor_for, gradient, same_bits, special
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows_of_pieces import Tensors, rows
 
 from gradzip import Context, parse
 from gradzip.codecs.gcomp import GComp
 from gradzip.engines import native
 from gradzip.engines.layout import Job
-from gradzip.engines.native import Floors, Pieces
-
-Tensors = Sequence[torch.Tensor]
-
-
-def rows(tensors: Tensors, floors: Floors, lost: Tensors | None = None) -> Pieces:
-    found = np.zeros(len(tensors), native.PIECE)
-    found["values"], found["n"] = [x.data_ptr() for x in tensors], [x.numel() for x in tensors]
-    for name, column in native.floor_columns(floors).items():
-        found[name] = column
-    if lost is not None:
-        found["lost"] = [x.data_ptr() for x in lost]
-    return found
+from gradzip.engines.native import Floors
 
 
 def encode_frames(
