@@ -206,46 +206,6 @@ def test_bodies_of_different_codings_are_added_once(gpu: emulated.Emulator) -> N
         assert same_bits(found, expected)
 
 
-def check_sums(device: str, sizes: tuple[int, ...], kind: str, shift: int) -> None:
-    """Terms in near mode with floors of their own, lossless ones, and values: each tensor has them in other places."""
-    engine, xs = engines.load("cuda"), [[gradient(n, seed=10 * n + term) for n in sizes] for term in range(4)]
-    terms: list[list[torch.Tensor | None]] = [[None] * len(sizes) for _ in xs]
-    plain: list[list[torch.Tensor | None]] = [[None] * len(sizes) for _ in xs]
-    given: list[list[torch.Tensor | Floor | None]] = [[None] * len(sizes) for _ in xs]
-    expected = [torch.zeros(n) for n in sizes]
-    for term, of_term in enumerate(xs):
-        for number, (x, total) in enumerate(zip(of_term, expected)):
-            what = ("near", "lossless", "values")[(term + number) % 3]
-            if what == "values":
-                plain[term][number] = x.to(device)
-                decoded = x
-            else:
-                floor = floors(x.numel(), kind) if what == "near" else None
-                room, decoded = torch.empty(body_bound(x.numel(), x.dtype), dtype=torch.uint8), torch.empty_like(x)
-                body = room[: reference.encode(x, Job(what, shift=shift), room, floor)]
-                reference.decode(body, decoded, floor, shift)
-                terms[term][number] = body.to(device)
-                given[term][number] = None if floor is None else floor.to(torch.device(device))
-            total.add_(decoded) if term else total.copy_(decoded)
-    outs = [torch.empty(n, device=device) for n in sizes]
-    for _ in range(2):
-        assert engine.sum_many(terms, plain, [out.fill_(7) for out in outs], given, shift)
-        assert all(same_bits(out.cpu(), total) for out, total in zip(outs, expected, strict=True))
-    good = terms[1][0]
-    assert good is not None
-    terms[1][0] = damaged = good.clone()
-    damaged[BODY_HEAD_BYTES + TABLE_BYTES * segments_of(sizes[0])] ^= 1  # the length of the first block
-    assert not engine.sum_many(terms, plain, outs, given, shift)
-    terms[1][0] = good
-    assert engine.sum_many(terms, plain, [out.fill_(7) for out in outs], given, shift)
-    assert all(same_bits(out.cpu(), total) for out, total in zip(outs, expected, strict=True))
-
-
-@pytest.mark.parametrize(("kind", "shift"), [("given", 0), ("both", 2)])
-def test_sums_of_mixed_frames(gpu: emulated.Emulator, kind: str, shift: int) -> None:
-    check_sums("cpu", (4_500, 1, 0, 300), kind, shift)
-
-
 def test_a_frame_in_near_mode_needs_floors(gpu: emulated.Emulator) -> None:
     x = gradient(5_000)
     body = torch.empty(body_bound(5_000, torch.float32), dtype=torch.uint8)
@@ -362,13 +322,6 @@ def test_chunks_and_other_streams() -> None:
         backs = [torch.empty_like(part) for part in parts]
         engine.decode_many([out[:size] for out, size in zip(outs, sizes)], backs)
     assert all(same_bits(back, part) for back, part in zip(backs, parts))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("family")
-@pytest.mark.parametrize(("kind", "shift"), [("given", 0), ("theta", 1), ("both", 2)])
-def test_sums_of_mixed_frames_on_a_gpu(kind: str, shift: int) -> None:
-    check_sums("cuda", (300_000, 1, 0, 4097, 5000), kind, shift)
 
 
 @pytest.mark.gpu
