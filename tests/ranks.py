@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import gc
 import os
@@ -62,6 +63,7 @@ def _enter(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()  # a rank that crashes says where its threads were
     os.environ |= environment  # that of the test: this process is a copy of an older one
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["GRADZIP_ENGINE"] = engine_of_ranks()
