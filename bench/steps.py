@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import apart
 
 OURS = (
-    "gcomp:mode=lossless;gcomp;gcomp:ulps=256;gcomp:keep=7;cast;powersgd:rank=2;powersgd:rank=4;powersgd:rank=32;"
+    "noise;int8;int4;fp8;gcomp:mode=lossless;gcomp;gcomp:ulps=256;gcomp:keep=7;cast;powersgd:rank=2;powersgd:rank=4;powersgd:rank=32;"
     "topk:ratio=0.01;sign;onebit;qsgd:bits=8;terngrad;natural;randomk;randomblock;threshold;dgc"
 )
 
@@ -69,6 +69,21 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
+
+
+class Small(nn.Module):
+    """1,000 tensors of 32 x 32: what a tensor costs whatever its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten()[:4000].view(-1, 4).repeat(1, 8)  # one for each tensor
+        return torch.stack([(row @ tensor).square().mean() for tensor, row in zip(self.tensors, rows)]).mean()
+
+
+MODELS = {"gpt2": Gpt2, "mlp": Mlp, "small": Small}
 
 
 def batch(model: nn.Module, device: torch.device, step: int) -> torch.Tensor:
@@ -174,7 +189,7 @@ def _wait(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("gpt2", "mlp"), default="mlp")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--policies", default=OURS, help="gradzip's, or plan.json files, separated by ;")
     parser.add_argument("--torch", default="bf16;powersgd 2;powersgd 4;powersgd 32", help="torch's own, separated by ;")
     parser.add_argument("--steps", type=int, default=7)
@@ -189,7 +204,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     _cpu_group()
-    make = Gpt2 if cuda else Mlp
+    make = MODELS[options.model]
     if options.only:
         row = measure(make, device, options.only, options.steps, options.warm, say=True)
         print(f"{apart.ROW}{json.dumps(row)}", flush=True)
