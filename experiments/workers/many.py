@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .noise import Layout
+from .row_optimizer import RowOptimizer
 from .texts import rotated
 
 Tensors = dict[str, torch.Tensor]
+EPSILON = 1e-8  # of AdamW
 
 
 def halved(name: str) -> bool:
@@ -136,6 +138,7 @@ class Adam:
 
     def __init__(self, stack: Stack, betas: tuple[float, float], decay: float) -> None:
         self.stack, self.betas = stack, betas
+        self._decay = decay
         self.m, self.v, self.steps = torch.zeros_like(stack.values), torch.zeros_like(stack.values), 0
         matrices = [len(shape) > 1 for shape in stack.layout.shapes]
         self.decay = decay * stack.layout.each_value(torch.tensor(matrices, device=stack.device).float())
@@ -147,6 +150,14 @@ class Adam:
     def unbiased(self) -> torch.Tensor:
         return self.v / (1 - self.betas[1] ** self.steps) if self.steps else self.v
 
+    def row_optimizer(self, run: int) -> RowOptimizer:
+        """What answers for a run where torch's AdamW is asked."""
+        state = {"exp_avg": self.m[run], "exp_avg_sq": self.v[run]}
+        settings = {"betas": self.betas, "eps": EPSILON}
+        return RowOptimizer(
+            self.stack.layout, torch.optim.AdamW, self.stack.values[run], state, self._decay, **settings
+        )
+
     def step(self, mean: torch.Tensor, rates: torch.Tensor) -> None:
         """`mean` (R, N), `rates` (R,)."""
         layout, values = self.stack.layout, self.stack.values
@@ -155,7 +166,7 @@ class Adam:
         layout.in_blocks(values).mul_(1 - rates[:, None, None] * self.decay)
         self.m.lerp_(mean, 1 - first)
         self.v.mul_(second).addcmul_(mean, mean, value=1 - second)
-        below = self.v.sqrt().div_(math.sqrt(1 - second**self.steps)).add_(1e-8)
+        below = self.v.sqrt().div_(math.sqrt(1 - second**self.steps)).add_(EPSILON)
         values.sub_(torch.div(self.m, below, out=below).mul_(rates[:, None] / (1 - first**self.steps)))
 
 
@@ -180,6 +191,9 @@ class Muon(Adam):
         self._kinds = list(kinds.values())
         self._momentum = [torch.zeros(len(k), stack.runs, *layout.shapes[k[0]], device=stack.device)
                           for k in self._kinds]  # fmt: skip
+
+    def row_optimizer(self, run: int) -> RowOptimizer:
+        raise ValueError("near and paper mode know no bound on a step of Muon: everything would go lossless")
 
     def step(self, mean: torch.Tensor, rates: torch.Tensor) -> None:
         layout = self.stack.layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from . import data, quantisers
+from .gcomp import CODECS, GCompMean
 from .many import Adam, Muon, Stack, compiled, rates_at
 from .noise import Layout, Outcome, differences, entropy, noisy_mean, plain_mean, shape_of
 from .pictures import Pictures, ResNet18
+from .row_optimizer import RowOptimizer
 from .texts import Gpt
 from .training import WorkerGradients, shares
 
@@ -37,7 +39,7 @@ class Variant:
     """What one run does to gradients, or to the rest of training as a control."""
 
     name: str
-    kind: str = "plain"  # plain, noise, integers, fp8, bf16 or gauss
+    kind: str = "plain"  # plain, noise, integers, fp8, bf16, near, paper or gauss
     budget: float = 0.0  # of noise and gauss
     shape: str = "moments"  # of noise: moments of the optimizer, none, or momentum (Muon's, by rows and columns)
     bits: int = 32  # of integers
@@ -66,19 +68,33 @@ class OutOfTime(Exception):
 class Exchange:
     """Averages a stack of gradients, each run by its variant, and keeps what was measured."""
 
-    def __init__(self, layout: Layout, runs: Sequence[Run], total: int, kernels: bool) -> None:
+    def __init__(
+        self, layout: Layout, runs: Sequence[Run], total: int, kernels: bool,
+        row_optimizer: Callable[[int], RowOptimizer] | None = None,
+    ) -> None:  # fmt: skip
+        """`row_optimizer`: of the run with that number, for near and paper."""
         self._layout, self._kernels, self._total = layout, kernels, total
         self._variants = [variant for _, variant in runs]
         self._seeds = [zlib.crc32(f"{seed}/{variant.name}".encode()) for seed, variant in runs]  # of rounding
         self._budgets = torch.tensor([v.budget for v in self._variants], dtype=torch.float64, device=layout.device)
         self._rng = torch.Generator(layout.device).manual_seed(runs[0][0] + 1_000_000)
         self._fp8 = quantisers.fp8_rows(layout) if any(v.kind == "fp8" for v in self._variants) else None
+        self._gcomp = dict[int, GCompMean]()
+        for i, variant in enumerate(self._variants):
+            if variant.kind in CODECS:
+                assert row_optimizer is not None
+                self._gcomp[i] = GCompMean(variant.kind, layout, row_optimizer(i))
         self._shares, self._signals, self._owns = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         self._bits = [list[tuple[torch.Tensor, torch.Tensor]]() for _ in runs]
         self.step = 0
 
-    def __call__(self, x: torch.Tensor, moments: torch.Tensor | None, unbiased: torch.Tensor | None) -> torch.Tensor:
-        """The mean (R, N) of stack x (R, W, N); second moments (R, N), once they shape the grid, and as they are."""
+    def __call__(
+        self, x: torch.Tensor, moments: torch.Tensor | None, unbiased: torch.Tensor | None, rates: Sequence[float] = ()
+    ) -> torch.Tensor:
+        """The mean (R, N) of stack x (R, W, N).
+
+        Second moments (R, N), once they shape the grid, and as they are; `rates` of runs, for near and paper.
+        """
         mean = torch.empty(x.shape[0], x.shape[2], device=x.device)
         error, signal = (torch.zeros(len(x), dtype=torch.float64, device=x.device) for _ in range(2))
         done = set[int]()
@@ -93,7 +109,10 @@ class Exchange:
                 continue
             row = slice(i, i + 1)
             true = plain_mean(x[row])
-            mean[row] = self._other(variant, x[row], true, None if unbiased is None else unbiased[row])
+            if i in self._gcomp:
+                mean[i] = self._by_gcomp(i, x[i], true[0], rates[i])
+            else:
+                mean[row] = self._other(variant, x[row], true, None if unbiased is None else unbiased[row])
             error[row], signal[row] = differences(mean[row], true)
             if self.step == 0 and variant.nudge:
                 mean[row] *= 1 + variant.nudge
@@ -103,10 +122,13 @@ class Exchange:
         self.step += 1
         return mean
 
+    def _counts_bits(self) -> bool:
+        return self.step > 4 and often(self.step, self._total, PROBES)
+
     def _noise(self, x: torch.Tensor, v: torch.Tensor | None, part: slice) -> Outcome:
         d = None if v is None else shape_of(self._layout, v)
         seeds, budgets = self._seeds[part], self._budgets[part]
-        if self.step > 4 and often(self.step, self._total, PROBES):
+        if self._counts_bits():
             for i in range(len(x)):
                 one = slice(i, i + 1)
                 seen = noisy_mean(
@@ -117,6 +139,12 @@ class Exchange:
                 pair = entropy(self._layout, seen.own)[0], entropy(self._layout, seen.sum)[0]
                 self._bits[part.start + i].append(pair)
         return noisy_mean(self._layout, x, d, budgets, seeds, self.step, kernels=self._kernels)
+
+    def _by_gcomp(self, run: int, x: torch.Tensor, true: torch.Tensor, rate: float) -> torch.Tensor:
+        mean, bits = self._gcomp[run](x, true, rate, self.step, self._counts_bits())
+        if bits is not None:
+            self._bits[run].append(bits)
+        return mean
 
     def _other(self, variant: Variant, x: torch.Tensor, true: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
         if variant.kind == "integers":
@@ -141,6 +169,7 @@ class Exchange:
             bits = [torch.stack(kind).mean().item() for kind in zip(*self._bits[i])]
             if not bits:
                 fixed = {"integers": variant.bits + 16 / max(variant.block, 1), "fp8": 8.0, "bf16": 16.0}
+                fixed |= dict.fromkeys(CODECS, math.nan)  # not known: no step was looked at
                 bits = [fixed.get(variant.kind, 32.0)] * 2
             found.append({
                 "row": variant.name, "steps": steps, "budget": variant.budget,
@@ -257,7 +286,7 @@ def train_texts(
         optimizer = Muon(stack, kind.betas, 0.1, kind.muon, [v.shape == "momentum" for v in variants])
     else:
         optimizer = Adam(stack, kind.betas, 0.1)
-    exchange = Exchange(stack.layout, runs, kind.steps, kernels)
+    exchange = Exchange(stack.layout, runs, kind.steps, kernels, optimizer.row_optimizer)
     weights = torch.zeros(len(runs), kind.texts, device=device)
     for i, variant in enumerate(variants):
         count = max(1, round(kind.texts * variant.batch))
@@ -265,7 +294,8 @@ def train_texts(
     totals = [max(1, round(kind.steps * v.length)) for v in variants]
     peaks = [kind.rate * v.rate for v in variants]
     # All rates at once: a copy from host memory in each step would wait for the GPU.
-    rates = torch.tensor([rates_at(step, totals, peaks, kind.warm) for step in range(kind.steps)], device=device)
+    planned = torch.tensor([rates_at(step, totals, peaks, kind.warm) for step in range(kind.steps)])
+    rates, as_numbers = planned.to(device), planned.tolist()
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     of_run = torch.tensor([seeds.index(seed) for seed, _ in runs], device=device)
     windows = test[: WINDOWS * (kind.length + 1)].view(WINDOWS, -1).long()
@@ -282,7 +312,7 @@ def train_texts(
         starts = torch.stack([torch.randint(last, size, device=device, generator=rng) for rng in generators])
         kept.append(stack.backward(train[starts + inside].long()[of_run], weights))
         with torch.no_grad():
-            mean = exchange(stack.gradients, optimizer.moments(), optimizer.unbiased())
+            mean = exchange(stack.gradients, optimizer.moments(), optimizer.unbiased(), as_numbers[step])
             optimizer.step(mean, rates[step])
         if often(step + 1, kind.steps, EVALUATIONS) and step + 1 < kind.steps:
             seen.append(stack.evaluate(few, 64))
@@ -312,7 +342,27 @@ class Photos:
     rate: float = 0.2
 
 
+DECAY, MOMENTUM = 5e-4, 0.9
 PHOTOS = {"cifar20k": Photos(), "cifar50k": Photos(batches=5, epochs=6), "cifar20k-16": Photos(workers=16, batch=16)}
+
+
+class RowState:
+    """Parameters and momentum of SGD as rows, which near and paper ask for floors and reaches."""
+
+    def __init__(self, layout: Layout, parameters: Sequence[torch.Tensor], optimizer: torch.optim.SGD) -> None:
+        self._layout, self._parameters, self._optimizer = layout, list(parameters), optimizer
+        self._values, self._momentum = (torch.zeros(layout.length, device=layout.device) for _ in range(2))
+
+    def row_optimizer(self, run: int = 0) -> RowOptimizer:
+        state, sgd = {"momentum_buffer": self._momentum}, torch.optim.SGD
+        return RowOptimizer(self._layout, sgd, self._values, state, DECAY, lr=0.1, momentum=MOMENTUM, nesterov=True)
+
+    def copy(self) -> None:
+        """Takes over what the optimizer's last step has left."""
+        torch._foreach_copy_(self._layout.views(self._values), self._parameters)
+        momentum = [self._optimizer.state[p].get("momentum_buffer") for p in self._parameters]
+        if all(buffer is not None for buffer in momentum):
+            torch._foreach_copy_(self._layout.views(self._momentum), momentum)
 
 
 def train_pictures(
@@ -339,13 +389,14 @@ def train_pictures(
 
     gradients = WorkerGradients(model, forward, rows, device.type == "cuda")
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 5e-4},
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=MOMENTUM, nesterov=True)
     per_epoch = len(pictures) // (kind.workers * size)
     total = per_epoch * kind.epochs
-    exchange = Exchange(layout, [(seed, variant)], total, kernels)
+    state = RowState(layout, list(named.values()), optimizer) if variant.kind in CODECS else None
+    exchange = Exchange(layout, [(seed, variant)], total, kernels, None if state is None else state.row_optimizer)
     rng = torch.Generator(device).manual_seed(seed)
     kept, clock = list[torch.Tensor](), Clock(total, deadline, device)
     steps = max(1, round(total * variant.length))
@@ -358,12 +409,15 @@ def train_pictures(
             order = shares(torch.randperm(len(pictures), device=device, generator=rng), kind.workers, size)
         x, y = pictures.batch(order[step % per_epoch].reshape(-1), rng)
         kept.append(gradients(zip(x.split(size), y.split(size))))
+        rate = rates_at(step, [steps], [kind.rate * variant.rate], 0.2)[0]
         with torch.no_grad():
-            mean = exchange(stack, None, None)
+            if state is not None:
+                state.copy()
+            mean = exchange(stack, None, None, [rate])
             for p, g in zip(named.values(), layout.views(mean[0])):
                 p.grad = g.contiguous(memory_format=torch.channels_last) if g.dim() == 4 else g
             for group in optimizer.param_groups:
-                group["lr"] = rates_at(step, [steps], [kind.rate * variant.rate], 0.2)[0]
+                group["lr"] = rate
             optimizer.step()
     model.eval()
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
