@@ -4,6 +4,7 @@
     python experiments/paired.py --data DATA --probe                 # seconds per step of each task
     python experiments/paired.py gpt --data DATA --minutes 6         # tasks whose name begins with gpt
     python experiments/paired.py cifar --data DATA --jobs 8 --minutes 3
+    python experiments/paired.py gpt --rows 'near|paper' --data DATA     # rows whose name begins like this
     python experiments/paired.py --list                              # what is missing, and how long it may take
     python experiments/paired.py --limit 8 --data DATA --results /tmp/try.csv      # tiny forms on a CPU
 
@@ -58,11 +59,12 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def missing(results: Path, only: str) -> list[paired.Group]:
-    """Groups with the variants that have no row yet."""
+def missing(results: Path, only: str, rows: str = "") -> list[paired.Group]:
+    """Groups with the variants that have no row yet: of tasks and rows whose names begin like these expressions."""
     done, found = {(r["task"], r["row"], int(r["seed"])) for r in read(results)}, list[paired.Group]()
     for group in rows_module().QUEUE:
-        left = tuple((seed, v) for seed, v in group.runs if (group.task, v.name, seed) not in done)
+        wanted = [(seed, v) for seed, v in group.runs if re.match(rows, v.name)]
+        left = tuple((seed, v) for seed, v in wanted if (group.task, v.name, seed) not in done)
         if left and re.match(only, group.task):
             found.append(paired.Group(group.task, left))
     return found
@@ -258,6 +260,7 @@ def probe(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="?", default="", metavar="TASK", help="tasks whose name begins like this")
+    parser.add_argument("--rows", default="", help="rows whose name begins like this expression")
     parser.add_argument("--data", type=Path, default=Path("data"), help="the folder that workers/data.py describes")
     parser.add_argument("--jobs", type=int, default=1, help="runs on pictures, of sst2 and of gpt2 side by side")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so long")
@@ -277,7 +280,7 @@ def main() -> None:
     if options.check or options.probe:
         check(options) if options.check else probe(options)
         return
-    todo = missing(options.results, options.only)
+    todo = missing(options.results, options.only, options.rows)
     guess = Guess(options.results, GPU if options.list else paired.name_of(torch.device(options.device)))
     if options.list:
         for group in todo:

@@ -32,6 +32,7 @@ import paired  # noqa: E402
 import series  # noqa: E402
 from noise_section import analysis  # noqa: E402
 from pieces import Results  # noqa: E402
+from workers.paired import Group  # noqa: E402
 from workers.running import Run  # noqa: E402
 
 PAGE, STATE = HERE / "queue.md", HERE.parent / "build/queue"
@@ -42,6 +43,7 @@ FILES = (
 )
 TEXTS = ("wall/routes.txt",)  # what the planner predicts, beside wall/routes.csv
 SIDE_BY_SIDE = 2  # long runs at once: they fill a GPU, and end early enough to be worth something
+OF_GCOMP = "(near|paper)$"  # paired rows that noise has no part in
 ENDING = 15.0  # seconds of a call that are left for writing what came
 
 
@@ -57,18 +59,23 @@ class Left:
 
 @dataclass(frozen=True)
 class Paired:
-    """Groups of noise/rows.py."""
+    """Rows of noise/rows.py whose name begins like an expression."""
 
     task: str
     why: str
+    topic: str = "noise"
+    rows: str = f"(?!{OF_GCOMP})"
 
     @property
     def name(self) -> str:
-        return f"noise: {self.task}"
+        return f"{self.topic}: {self.task}"
+
+    def missing(self, folder: Path) -> list[Group]:
+        return paired.missing(folder / "noise/results.csv", f"{self.task}$", self.rows)
 
     def left(self, folder: Path) -> Left:
-        runs = {(seed, v.name) for g in paired.rows_module().QUEUE if g.task == self.task for seed, v in g.runs}
-        todo = paired.missing(folder / "noise/results.csv", f"{self.task}$")
+        runs = {(seed, v.name) for group in self.missing(Path("/nowhere")) for seed, v in group.runs}
+        todo = self.missing(folder)
         missing = len({(seed, v.name) for group in todo for seed, v in group.runs})
         guess = paired.Guess(folder / "noise/results.csv", paired.GPU)
         seconds = _shared(folder / "noise/results.csv", guess, self.task, missing)
@@ -77,7 +84,8 @@ class Paired:
     def command(self, data: Path, state: Path, seconds: float, later: float, limit: int | None) -> list[str]:
         jobs = ["--jobs", str(paired.TOGETHER if self.task in paired.SINGLE else 1)]
         return [
-            *("paired.py", f"{self.task}$", "--data", str(data), "--minutes", f"{seconds / 60:.3f}", *jobs),
+            *("paired.py", f"{self.task}$", "--rows", self.rows, "--data", str(data)),
+            *("--minutes", f"{seconds / 60:.3f}", *jobs),
             *("--results", str(state / "noise/results.csv"), *_limit(limit)),
         ]
 
@@ -161,6 +169,8 @@ QUEUE: tuple[Item, ...] = (
     Paired("gpt-11m", "what a budget of noise costs a larger model"),
     Paired("sst2", "the same in fine-tuning of a pretrained BERT"),
     Paired("gpt2", "pairs at 124 M parameters, of which the first says little"),
+    *(Paired(task, f"near and paper mode in pairs{where}", "gcomp", OF_GCOMP)
+      for task, where in (("gpt", ""), ("cifar20k", ", under SGD"), ("gpt-11m", ", on a larger model"))),
     Ranks("promise", "noise/promise.csv", 5, 230, "what noise promises, for AdamW, SGD, Lion, Muon and Adafactor"),
     Ranks("gpt10", "gpt/results.csv", 9, 190, "loss against wall time: noise and torch's PowerSGD", True, (_TEN,)),
     Ranks("resnet10", "wall/results.csv", 7, 130, "the same picture for ResNet-50", wanted=(_TEN,)),

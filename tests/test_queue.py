@@ -33,8 +33,7 @@ def test_every_run_that_is_missing_belongs_to_an_item(queue: ModuleType) -> None
         if isinstance(item, queue.Series):
             found |= {(run.task, run.row, run.seed) for run in item.runs(FOLDER)}
         elif isinstance(item, queue.Paired):
-            groups = paired.missing(FOLDER / "noise/results.csv", f"{item.task}$")
-            found |= {(group.task, v.name, seed) for group in groups for seed, v in group.runs}
+            found |= {(group.task, v.name, seed) for group in item.missing(FOLDER) for seed, v in group.runs}
     assert wanted == found
 
 

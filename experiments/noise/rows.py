@@ -29,6 +29,8 @@ CONTROLS = (
     Variant("batch / 1.14", batch=14 / 16),
     Variant("rate + 20 %", rate=1.2),
 )
+# Near mode moves no parameter by more than an ulp in a step: such a pair drifts apart as nudged ones do, or is wrong.
+GCOMP = (Variant("near", "near"), Variant("paper", "paper"))
 FURTHER = (
     Variant("gauss 30 %", "gauss", 0.3),
     Variant("batch / 1.33", batch=12 / 16),
@@ -71,6 +73,9 @@ QUEUE_WITH_REASONS: list[tuple[Group, str]] = [
     (Group("gpt-11m", SLOPE), "a larger model"),
     (Group("sst2", TUNED), "fine-tuning of a pretrained BERT"),
     _group("gpt2", (PLAIN, noise(30), noise(1), NUDGED), (0,), "one pair at 124 M parameters"),
+    _group("gpt", GCOMP, (0, 1), "near and paper mode under AdamW"),
+    _group("gpt-11m", GCOMP, (0,), "near and paper mode on a larger model"),
+    _group("cifar20k", GCOMP, (0, 1), "near and paper mode under SGD"),
     _group("gpt2", (PLAIN, noise(30), noise(1), NUDGED), (1, 2), "pairs at 124 M parameters, each trained at once"),
     _group("cifar50k", (PLAIN, noise(30), noise(10), noise(1), NUDGED), range(4), "SGD on all of CIFAR-10"),
     _group("gpt", FURTHER, (0, 1), "further controls"),
