@@ -28,6 +28,7 @@ TITLES = {
     "gpt-short": "GPT of 10.8 M parameters, 800 steps, AdamW",
     "gpt-short-muon": "GPT of 10.8 M parameters, 800 steps, Muon",
 }
+GCOMP = ("near", "paper")  # rows of gcomp's modes
 UNUSABLE = ("gpt-short", "gpt-short-muon")  # their ends say nothing about 1 %: notes/noise.md
 PICTURED = ("gpt", "cifar20k", "gpt-muon")
 
@@ -69,8 +70,9 @@ def noise(read: Results) -> str:
         "1 + 1e-6. Circles are other codecs, most with one seed, which says nothing. Written by the same command, from "
         "the same rows.",
         "*Bits* here and below are the entropy of the integers, with a table for each 8,192 values that is not "
-        "counted, at six steps; those of other codecs are their fixed width. What `noise` sends is more: the promise's "
-        "table has it, with tables, headers and padding.",
+        f"counted, at six steps; those of other codecs are their fixed width{_bits_of_frames(rows)}. What `noise` "
+        "sends is more: the promise's table has it, with tables, headers and padding.",
+        _gcomp(rows),
         "**How strong the signal was.** SNR is the samples of a step over B_noise, the batch at which the gradient is "
         "half noise, of the plain runs' second half, from the mean squares of a worker's gradient and of the mean's "
         "(columns `own_square` and `signal`).",
@@ -90,6 +92,35 @@ def noise(read: Results) -> str:
                 "training loss, %"]  # fmt: skip
         parts.append(table(head, _lines(own, task)))
     return "\n\n".join([*parts, *_promise(read("noise/promise.csv"))])
+
+
+def _bits_of_frames(rows: list[Row]) -> str:
+    there = [f"*{name}*" for name in GCOMP if of(rows, row=name)]
+    return f", those of {' and '.join(there)} of real frames of all that is compressed" if there else ""
+
+
+def _gcomp(rows: list[Row]) -> str:
+    """What the rows of near and paper mode are, and which are still to come."""
+    left = dict[tuple[str, str], list[str]]()  # names of rows by task and seed
+    for group in paired.rows_module().QUEUE:
+        for seed, variant in group.runs:
+            if variant.name in GCOMP and not of(rows, task=group.task, row=variant.name, seed=str(seed)):
+                left.setdefault((group.task, str(seed)), []).append(variant.name)
+    absent = [f"{' and '.join(names)} on `{task}` with seed {seed}" for (task, seed), names in left.items()]
+    queued = f" {NOT_RUN.capitalize()}: {', '.join(absent)} ([queue](../experiments/queue.md))." if absent else ""
+    if not any(of(rows, row=name) for name in GCOMP):
+        return f"**Near and paper mode** have no pairs.{queued}"
+    return (
+        "**Near and paper mode.** Rows *near* and *paper* are `gcomp` and `gcomp:mode=paper` as `attach` takes them: "
+        "vectors and tiny tensors are not compressed, and in near mode a rank's own gradients go lossless where that "
+        "is smaller. In near mode no parameter moves by more than an ulp in a step. A difference from plain that is no "
+        f"larger than that of *nudged* shows no cost.{queued}"
+    )
+
+
+def _percent(share: float) -> str:
+    """Two digits behind the point, or the first that is not 0."""
+    return "0" if not share else f"{share:.2f}" if share >= 0.005 else f"{share:.1g}"
 
 
 def _samples(task: str) -> int:
@@ -200,8 +231,7 @@ def _lines(own: list[Row], task: str) -> list[list[str]]:
         losses = (analysis.differences(own, task, name, figure) for figure in ("loss", "train_loss"))
         found = [signed(analysis.interval([y for _, y in pair.values()])) for pair in losses]
         lines.append([
-            name, *(f"{b:.2f}" for b in bits), f"{share:.2f}" if share else "0", f"{worst:.2f}" if worst else "0",
-            str(len(pairs)), *found,
+            name, *(f"{b:.2f}" for b in bits), _percent(share), _percent(worst), str(len(pairs)), *found,
         ])  # fmt: skip
     return lines
 

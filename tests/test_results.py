@@ -91,6 +91,28 @@ def test_worst_steps_are_those_of_the_runs(results: ModuleType) -> None:
     assert "but {} and {} % where MiniLM is fine-tuned on SST-2".format(*above.groups()) in card
 
 
+def test_the_page_says_which_pairs_of_near_mode_there_are(results: ModuleType) -> None:
+    """Rows come into the tables as they are run, with the first digit of a share that is tiny."""
+    section, read = results.default_section.noise_section, results.Results(FOLDER)
+    rows = [row for row in read("noise/results.csv") if row["row"] not in section.GCOMP]
+
+    def page(*more: dict[str, str]) -> str:
+        text: str = section.noise(lambda path: [*rows, *more] if path == "noise/results.csv" else [])
+        return text
+
+    assert "**Near and paper mode** have no pairs. Not run yet: near and paper on `gpt` with seed 0," in page()
+    (plain,) = (row for row in rows if (row["task"], row["row"], row["seed"]) == ("gpt", "plain", "0"))
+    near = plain | {"row": "near", "share": "3.4e-12", "worst_share": "0", "own_bits": "11", "sum_bits": "19.5"}
+    said = page(near)
+    assert "| near | 11.00 | 19.50 | 3e-10 | 0 | 1 | +0.00 (one seed) |" in said
+    assert "Rows *near* and *paper* are" in said
+    assert "Not run yet: paper on `gpt` with seed 0, near and paper on `gpt` with seed 1," in said
+    assert "width, those of *near* of real frames" in said
+    planned = [(group.task, seed, v.name) for group in section.paired.rows_module().QUEUE for seed, v in group.runs]
+    every = [near | {"task": t, "row": row, "seed": str(s)} for t, s, row in planned if row in section.GCOMP]
+    assert "Not run yet" not in page(*every)
+
+
 def test_every_row_of_the_tables_is_run_and_has_a_place_on_the_page(series: ModuleType, results: ModuleType) -> None:
     rows = {(run.task, run.row) for name in (*series.EXPERIMENTS, *series.ON_DEMAND) for run in series.runs_of(name)}
     paper = {("powersgd-cifar", row) for row in results.published.POWERSGD_CIFAR}
