@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 
 from gradzip import engines
 from gradzip.errors import EngineError
+from gradzip.exchange.peers.gloo import with_one_thread
 
 TIMEOUT = timedelta(seconds=30)  # of every collective, so that a hang becomes an error
 DEADLINE = 200.0  # seconds for a whole run
@@ -74,6 +75,8 @@ def _enter(
         os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         torch.cuda.set_device(rank % torch.cuda.device_count())
         del os.environ["GRADZIP_ENGINE"]  # the right one for each device
+    if backend == "gloo of one thread":  # with torch's usual two, sparse sums may end the process: see with_one_thread
+        dist.Backend.register_backend(backend, with_one_thread, devices=["cpu"])
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -168,10 +168,14 @@ class Backward:
     def take_sparse(self, gradient: torch.Tensor, group: dist.ProcessGroup, last: bool) -> Future:
         """Takes a bucket of one sparse gradient. torch averages it, as DDP does by itself: no codec reads such."""
         future = done_future(gradient)
-        if not self.alone:
+        if self.channel.world > 1:
             with self._lock:
                 self._open += 1
-            work = dist.all_reduce(gradient.div_(self.channel.world), group=group, async_op=True)
+            gradient.div_(self.channel.world)
+            if gradient.device.type == "cpu":
+                work = self.channel.gloo.add_sparse(gradient)
+            else:
+                work = dist.all_reduce(gradient, group=group, async_op=True)
             future = work.get_future().then(self._sparse_ended)
         if last:
             on_gpu = gradient.device.type == "cuda"
@@ -192,11 +196,11 @@ class Backward:
 
     def _averaged(self, buffer: torch.Tensor) -> Future:
         """By torch. Over Gloo it waits for ever for a rank that does something else: the ticket ends that, too."""
-        if buffer.device.type == "cuda":
+        assert self.attached.group is not None
+        if plain.backend_of(self.attached.group, buffer.device) == "nccl":
             self._agree_on_plain()
             with self._lock:
                 self._open += 1
-            assert self.attached.group is not None
             done = runner_of(self.channel).expect(functools.partial(self._ended, None, PLAIN))
             return plain.average(buffer, self.attached.group, self.channel, done)
         ticket, future = self._ticket(buffer, f"at step {self.number} of {buffer.numel()} values")
@@ -559,6 +563,9 @@ class Backward:
                 for kind in {way.kind for way in self.ways.values()}:
                     self.parts.setdefault(kind, Outcome())
             self.attached.on_end(self)
+        except BaseException as error:  # of a policy that learns, or of a GPU: DDP must not wait for ever
+            self.fail(self.channel.explained(error))
+            raise
         finally:
             self.over.set()
         for ticket in self._tickets:

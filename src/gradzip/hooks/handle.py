@@ -94,12 +94,13 @@ class Handle:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         topology = Topology.of_ranks(rank, ranks) if mesh is None else Topology.of_mesh(rank, ranks, mesh)
         self._group = group
-        self._ways = Ways(self._names, self._device, optimizers, topology, sparse_parameters(model))
+        sparse, on_gpu = sparse_parameters(model), self._device.type == "cuda"
+        self._ways = Ways(self._names, self._device, optimizers, topology, sparse)
         ways = self._ways.check(policy)
         self._types = {name: parameter.dtype for parameter, name in self._names.items()}
         self._patient = model.find_unused_parameters or model.static_graph
         runner = self._choose_runner(ways)
-        self._channel = open_channel(group, self._device, mesh, timeout, heartbeat)
+        self._channel = open_channel(group, self._device, mesh, timeout, heartbeat, bool(sparse) and not on_gpu)
         self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
         self._backward: Backward | StreamedBackward | None = None
@@ -208,9 +209,9 @@ class Handle:
 
         self._drain()
         if self._stream is not None and self._scheme.streams:
-            self._stream_tracer = StreamTracer(Path(path), steps, model, self._stream.times)
+            self._stream_tracer = StreamTracer(Path(path), steps, model, self._warn, self._stream.times)
         else:
-            self._tracer = HostTracer(Path(path), steps, model, self._channel.watch)
+            self._tracer = HostTracer(Path(path), steps, model, self._warn, self._channel.watch)
 
     def end_epoch(self) -> None:
         """Tells a policy that counts epochs that one is over. Call it on all ranks at the same point."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from ..planner.perfetto import Span
 class Tracer(ABC):
     """Records so many steps, then writes the file. Times count from the end of forward, where backward begins."""
 
-    def __init__(self, path: Path, steps: int, model: DistributedDataParallel) -> None:
-        self._path, self._left = path, steps
+    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, warn: Callable[[str], None]) -> None:
+        self._path, self._left, self._warn = path, steps, warn
         self._stories: dict[str, list[Span]] = {}
         self._hooks = [
             model.register_forward_pre_hook(self._forward_begins),
@@ -39,17 +39,22 @@ class Tracer(ABC):
         self._left -= 1
         if self._left:
             return False
-        perfetto.save(self._path, ({"predicted": predicted} if predicted else {}) | self._stories)
         for hook in self._hooks:
             hook.remove()
+        try:
+            perfetto.save(self._path, ({"predicted": predicted} if predicted else {}) | self._stories)
+        except OSError as error:  # a full disk must not end the training
+            self._warn(f"trace: {self._path} could not be written: {error}")
         return True
 
 
 class HostTracer(Tracer):
     """By the clock of the host, of what its threads do."""
 
-    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, watch: Watch) -> None:
-        super().__init__(path, steps, model)
+    def __init__(
+        self, path: Path, steps: int, model: DistributedDataParallel, warn: Callable[[str], None], watch: Watch
+    ) -> None:
+        super().__init__(path, steps, model, warn)
         self._watch = watch
         self._forward: tuple[float, float] | None = None
         self._begun = 0.0
@@ -84,8 +89,10 @@ class HostTracer(Tracer):
 class StreamTracer(Tracer):
     """By the clock of the GPU, of what its streams do."""
 
-    def __init__(self, path: Path, steps: int, model: DistributedDataParallel, times: Times) -> None:
-        super().__init__(path, steps, model)
+    def __init__(
+        self, path: Path, steps: int, model: DistributedDataParallel, warn: Callable[[str], None], times: Times
+    ) -> None:
+        super().__init__(path, steps, model, warn)
         self._times = times
         times.trace(steps)
 

@@ -72,7 +72,9 @@ class Channel:
         topology: Topology,
         timeout: timedelta,
         heartbeat: timedelta,
+        sparse: bool = False,
     ) -> None:
+        self.sparse = sparse
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.topology, self.groups, self.device = topology, topology.groups(), device
         self.users = 0
@@ -90,7 +92,7 @@ class Channel:
         self._meet(store, "hello", timeout)
         try:
             senders = SENDERS if device.type == "cuda" else 0
-            self.gloo = Gloo(store, self.rank, self.world, timeout, senders)
+            self.gloo = Gloo(store, self.rank, self.world, timeout, senders, sparse)
         except RuntimeError as cause:
             raise PeerError(f"rank {self.rank} could not connect to the others: {cause}") from cause
         if device.type == "cuda":
@@ -112,6 +114,7 @@ class Channel:
             "hosts": self.topology.hosts,
             "device": self.device.type,  # messages are cut up otherwise on GPUs
             "rows": ROW_VERSION,
+            "sparse gradients": self.sparse,
         }
 
     def _meet(self, store: Store, where: str, timeout: timedelta) -> None:
@@ -129,8 +132,8 @@ class Channel:
             theirs = store.get(f"{where}/{rank}").decode()
             if theirs != own:
                 raise PeerError(
-                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, launcher "
-                    "and kind of device"
+                    f"rank {self.rank} has {own} and rank {rank} has {theirs}: use the same gradzip, model, "
+                    "launcher and kind of device"
                 )
 
     # -- failures -----------------------------------------------------------------------------------------------
@@ -262,8 +265,7 @@ class Channel:
         if self in _inherited:
             return
         _forget(self)
-        self.health.stop(patience)
-        ended = True
+        ended = self.health.stop(patience)
         for worker in self.workers:
             ended &= worker.stop(patience)
         if ended:
@@ -283,17 +285,21 @@ def open_channel(
     mesh: DeviceMesh | None = None,
     timeout: timedelta | None = None,
     heartbeat: timedelta | None = None,
+    sparse: bool = False,
 ) -> Channel:
-    """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point."""
+    """The channel of these ranks: one that is open already, or a new one. Call it on all of them at the same point.
+
+    `sparse`: it also has to add up sparse gradients.
+    """
     timeout, heartbeat = timeout or TIMEOUT, heartbeat or HEARTBEAT
     if heartbeat < timedelta(seconds=1):
         raise Unsupported(f"heartbeat={heartbeat}: hearts beat a few times a second; give them a second at least")
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     topology = Topology.of_mesh(rank, ranks, mesh) if mesh is not None else Topology.of_ranks(rank, ranks)
-    key = (group.group_name, str(device), topology, timeout, heartbeat)
+    key = (group.group_name, str(device), topology, timeout, heartbeat, sparse)
     with _lock:
         if key not in _channels or _channels[key].error is not None:
-            made = Channel(group, device, topology, timeout, heartbeat)
+            made = Channel(group, device, topology, timeout, heartbeat, sparse)
             made.start()
             _channels[key] = made
         channel = _channels[key]

@@ -11,6 +11,7 @@ process, and soon those of its peers, end with an error.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -63,17 +64,23 @@ class Pending:
 class Gloo:
     """Connections between the ranks of a group: some for rows, others for data."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0) -> None:
-        """`senders`: so many threads send larger data; 0: those that call `send`."""
+    def __init__(
+        self, store: Store, rank: int, world: int, timeout: timedelta, senders: int = 0, sparse: bool = False
+    ) -> None:
+        """`senders`: so many threads send larger data; 0: those that call `send`. `sparse`: sums of sparse tensors."""
         self.rank, self.world = rank, world
         self._sockets: dict[str, set[sockets.Socket]] = {}
         self._senders = Senders(min(world - 1, senders))
         self._groups: dict[str, Any] = {}  # ProcessGroupGloo; torch gives no types for its methods
         for name in ("rows", "data") if world > 1 else ():
-            make = partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout)
-            before = sockets.found()
-            self._groups[name] = make()
-            self._sockets[name] = sockets.found() - before
+            self._connect(name, partial(dist.ProcessGroupGloo, PrefixStore(name, store), rank, world, timeout))
+        if sparse and world > 1:
+            self._connect("sparse", partial(with_one_thread, PrefixStore("sparse", store), rank, world, timeout))
+
+    def _connect(self, name: str, make: Callable[[], Any]) -> None:
+        before = sockets.found()
+        self._groups[name] = make()
+        self._sockets[name] = sockets.found() - before
 
     def shorten_queues(self) -> None:
         """Lets little data wait in connections. Where all take but little, no other thread need hand data to them."""
@@ -117,6 +124,14 @@ class Gloo:
         except RuntimeError as cause:
             raise Broken(rank, cause) from cause
 
+    def add_sparse(self, gradient: torch.Tensor) -> dist.Work:
+        """Starts to replace a sparse tensor by its sum over all ranks."""
+        try:
+            work: dist.Work = self._group("sparse").allreduce([gradient])
+        except RuntimeError as cause:
+            raise Broken(None, cause) from cause
+        return work
+
     def first_lost(self) -> int | None:
         """A rank that cannot be sent to any more, for the error that says so; None if none is known."""
         for rank in range(self.world):
@@ -149,6 +164,25 @@ class Gloo:
             return self._groups[name]
         except KeyError:
             raise Broken(None, RuntimeError("the connections are closed")) from None
+
+
+def with_one_thread(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
+    """A group that ends its collectives one after the other.
+
+    torch's usual two threads write the name of the one that has just ended into the same string, without a lock. That
+    of a sparse sum is long enough to be on the heap: two that end together break it ("malloc_consolidate(): unaligned
+    fastbin chunk detected", seen with torch 2.13).
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    make = dist.ProcessGroupGloo.create_device
+    options._devices = (
+        [make(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [dist.ProcessGroupGloo.create_default_device()]
+    )
+    options._timeout, options._threads = timeout, 1
+    return dist.ProcessGroupGloo(store, rank, world, options)
 
 
 class Rows(Pending):

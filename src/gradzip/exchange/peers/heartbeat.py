@@ -63,13 +63,14 @@ class Health:
             for thread in list(self._threads):
                 thread.start()
 
-    def stop(self, patience: float = 2 * _PERIOD) -> None:
-        """Ends the threads; one that is stuck in the network for longer than that ends with the process."""
+    def stop(self, patience: float = 2 * _PERIOD) -> bool:
+        """Ends the threads; False if one is stuck in the network for longer than that, until the process ends."""
         self._stop.set()
         deadline = time.monotonic() + patience
         for thread in list(self._threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
 
     def abort(self) -> None:
         """Ends waits for a store that does not answer, at the end of the process.
