@@ -137,6 +137,7 @@ def measure(
             hosts.append(1e3 * spent[0])
             processor.append(1e3 * (time.process_time() - before[0]))
         elif handle is not None:
+            handle._drain()  # DDP need not have waited for all of the step
             sent[0] = handle._totals.bytes_sent
         spent[0] = 0.0
 

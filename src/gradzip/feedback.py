@@ -402,7 +402,8 @@ class Memory:
 
 def _at_work(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A residual where and in what it is added to x."""
-    return wide(residual.to(x.device, non_blocking=True))
+    # To the CPU a copy that nobody waits for would be read before it is there.
+    return wide(residual.to(x.device, non_blocking=x.device.type != "cpu"))
 
 
 def is_exact(scale: float) -> bool:

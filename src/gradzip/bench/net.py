@@ -203,7 +203,7 @@ class Bench:
         )
         about = coding.Message(["gradient"], self.result.dtype, self._rank, self._world, step)
         start = functools.partial(rounds.of, codec, [self.result], [context], memory)
-        submit_rounds(runner_of(self.channel), f"{codec} at step {step}", start, about, done)
+        submit_rounds(runner_of(self.channel), f"{codec} at step {step}", start, about, done, ready=self._now())
 
     def _now(self) -> torch.cuda.Event | None:
         """When all is there that was written so far."""

@@ -26,6 +26,14 @@ _under_way = 0
 _leaving = False  # there is no time for explanations
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries a group's tensors on that kind of device."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return "none"
+
+
 def average(
     buffer: torch.Tensor,
     group: dist.ProcessGroup,
@@ -35,7 +43,8 @@ def average(
 ) -> torch.futures.Future[torch.Tensor]:
     """Divided first, then one sum of torch's. `done` is called when data has come, or at once on a GPU.
 
-    There nobody waits on the host, unless told to: the future is of the device, as NCCL's are.
+    There nobody waits on the host, unless told to: the future is of the device, as NCCL's are. (Gloo's are not before
+    torch 2.11: what follows on another stream than the default one would not wait for the mean.)
     """
     size, world, groups = buffer.numel() * buffer.itemsize, channel.world, channel.groups
     sent = 2 * (world - 1) * size // world

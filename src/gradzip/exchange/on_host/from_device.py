@@ -9,6 +9,7 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -19,7 +20,7 @@ from ..flattening import unflatten
 from ..outcome import Outcome
 from ..peers.channel import Channel
 from ..peers.gloo import Pending
-from ..program import Communicate, Decode, Recode, Step
+from ..program import Communicate, Decode, Encode, Recode, Step
 from . import runner as on_host
 from . import streams
 
@@ -71,12 +72,19 @@ class DeviceRun(on_host.Run):
         if isinstance(step, Decode):
             self._decoded = step
 
+    def _encode(self, step: Encode | Recode, values: Values) -> None:
+        try:
+            super()._encode(step, values)
+        except CodecError as error:
+            if self._decoded is None:
+                raise
+            self._blame(self._decoded, error)  # its frames: they are known to be bad when the device is waited for
+
     def _recode(self, step: Recode) -> None:
         try:
             super()._recode(step)
         except CodecError as error:  # found by the encode, which is the first to wait for what was decoded
-            table = self._program.table(self._rank, self._buffer(step.source))
-            raise self._blamed(step, table, self._owners(step), error) from error
+            self._blame(step, error)
 
     def _end(self) -> None:
         """Waits for the device, as buffers are handed back next; DDP goes on behind the means meanwhile."""
@@ -97,8 +105,11 @@ class DeviceRun(on_host.Run):
         try:
             coder.check()
         except CodecError as error:
-            table = self._program.table(self._rank, self._buffer(step.source))
-            raise self._blamed(step, table, self._owners(step), error) from error
+            self._blame(step, error)
+
+    def _blame(self, step: Decode | Recode, error: CodecError) -> NoReturn:
+        table = self._program.table(self._rank, self._buffer(step.source))
+        raise self._blamed(step, table, self._owners(step), error) from error
 
 
 class Offloaded:

@@ -32,6 +32,7 @@ from ...engines.cuda.restore import Change
 from ...errors import Unsupported
 from ...feedback import Memory
 from ...sensitivity.shape import SecondMoments
+from .. import plain
 from ..compiler import compile_route
 from ..program import Program
 from ..topology import Topology
@@ -94,11 +95,7 @@ def reason_against(group: dist.ProcessGroup, device: torch.device) -> str | None
     """Why messages of this group cannot go by streams, and what to do; None: they can."""
     if device.type != "cuda":
         return f"the model is on {device}"
-    try:
-        backend = group._get_backend(device).name()
-    except RuntimeError:
-        backend = "none"
-    if backend != "nccl":
+    if (backend := plain.backend_of(group, device)) != "nccl":
         return (
             f"the process group's backend for GPUs is {backend}, and GPU models on such groups are not supported yet: "
             "use init_process_group('nccl')"
