@@ -142,7 +142,9 @@ class Codec:
     summary: ClassVar[str] = ""  # one line for `gradzip codecs`
     error: ClassVar[str] = "none"  # what is lost, in a few words
     summable: ClassVar[bool] = False  # frames can be averaged without decoding them: see addends()
-    fixed_size: ClassVar[bool] = True  # the frame's size follows from numel and dtype
+    # The frame's size follows from numel and dtype. Reports, `gradzip codecs` and the planner read this; which runner
+    # carries the codec does not follow from it.
+    fixed_size: ClassVar[bool] = True
     rounds: ClassVar[int] = 1  # collectives per reduction; above 1: implement in_rounds()
     routes: ClassVar[tuple[str, ...]] = ()  # the only ones that it can take; none: any that codes
     transforms: ClassVar[bool] = False  # what is decoded is meant to be something else than the tensor

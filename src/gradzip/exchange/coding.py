@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -202,7 +202,6 @@ class MessageCodec(ABC):
     """A configured codec; its text form is what ranks compare."""
 
     text: str
-    known_size: ClassVar[bool]  # a frame's size follows from its table
     codes_sums: bool = False  # sums are coded as they are and divided at the end; else their means are coded
     cuttable: bool = True  # chunks may cut parts
     adds_frames: bool = False  # plain values in another type: where a route codes nothing, these are averaged instead
@@ -221,8 +220,6 @@ class MessageCodec(ABC):
 
 class Raw(MessageCodec):
     """Values one behind the other: as they are (`identity`), or rounded to a type of 16 bits (`cast`)."""
-
-    known_size = True
 
     def __init__(self, text: str, rounded: torch.dtype | None = None) -> None:
         self.text, self._rounded, self.adds_frames = text, rounded, rounded is not None

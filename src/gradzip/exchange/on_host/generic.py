@@ -31,8 +31,6 @@ from .equal_parts import ENTRY, LONGEST, Rows, Run, frames_of_group
 
 
 class GenericMessages(MessageCodec):
-    known_size = False
-
     def __init__(self, codec: Codec) -> None:
         self.codec, self.text = codec, str(codec)
         self.codes_sums = codec.codes_sums

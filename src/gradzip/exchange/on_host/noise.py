@@ -23,7 +23,6 @@ from ..program import Hop
 
 
 class NoiseMessages(MessageCodec):
-    known_size = False
     codes_sums = True
     widest = 4
     chunk = 1 << 20

@@ -22,7 +22,6 @@ from ..program import Hop
 
 
 class ScaledMessages(MessageCodec):
-    known_size = True
     codes_sums = True
     widest = 4
 
