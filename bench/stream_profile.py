@@ -27,6 +27,7 @@ import gradzip
 from gradzip.engines.cuda import launch, noise_row
 from gradzip.exchange.on_stream import checks
 from gradzip.exchange.on_stream import message as on_device
+from gradzip.exchange.on_stream import noise as noise_on_device
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.on_stream import scaled as scaled_on_device
 from gradzip.hooks import buckets, handle
@@ -124,7 +125,7 @@ def instrument(profile: Profile) -> None:
     profile.wrap(dist.Work, "wait", "work.wait")
     profile.wrap(launch.Stage, "__call__", "kernel launches")
     profile.wrap(noise_row.RowCall, "__call__", "row launch")
-    for kind in (on_device.RawMessage, on_device.NoisyMessage, scaled_on_device.ScaledMessage):
+    for kind in (on_device.RawMessage, noise_on_device.NoisyMessage, scaled_on_device.ScaledMessage):
         for name in ("encode", "reduce", "decode"):
             profile.wrap(kind, name, f"message.{name}", mark=True)
     profile.wrap(on_device.DeviceMessage, "norm", "message.norm", mark=True)

@@ -101,7 +101,7 @@ def happen(fault: str) -> None:
     """What a rank does to itself; signals come from outside."""
     from gradzip.emulate.network import INTERFACE
     from gradzip.exchange.on_host import gcomp_from_device, generic, noise
-    from gradzip.exchange.on_stream import message as on_device
+    from gradzip.exchange.on_stream import noise as noise_on_stream
     from gradzip.exchange.peers.gloo import Gloo
 
     if fault == "asleep":
@@ -114,7 +114,7 @@ def happen(fault: str) -> None:
         generic.GenericCoder.encode = lost_count  # type: ignore[method-assign]
         gcomp_from_device.GCompOnDevice.encode = lost_count  # type: ignore[method-assign]
         noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
-        on_device.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
+        noise_on_stream.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:
         plainly = Gloo.send
 

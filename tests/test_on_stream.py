@@ -28,8 +28,8 @@ from gradzip.engines.noise_layout import Shapes
 from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_stream import message as on_device
 from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.on_stream.noise import NoisyMessage
 from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.sensitivity.shape import SecondMoments
@@ -589,8 +589,8 @@ def results_compared(rank: int) -> str:
     task.train(0, 3)
     task.handle.stats()
     if rank:
-        kept = on_device.NoisyMessage.decode
-        on_device.NoisyMessage.decode = lambda self, step: (kept(self, step), self._buffer.view(-1)[:1].add_(1.0))[0]  # type: ignore[method-assign, func-returns-value]
+        kept = NoisyMessage.decode
+        NoisyMessage.decode = lambda self, step: (kept(self, step), self._buffer.view(-1)[:1].add_(1.0))[0]  # type: ignore[method-assign, func-returns-value]
     task.step(3)
     try:
         task.handle.state_dict()

@@ -19,7 +19,8 @@ from .on_host.generic import GenericMessages
 from .on_host.noise import NoiseMessages
 from .on_host.scaled import ScaledMessages
 from .on_stream.coded import CodedOnStream
-from .on_stream.message import NoiseOnStream, RawOnStream, StreamCodec
+from .on_stream.message import RawOnStream, StreamCodec
+from .on_stream.noise import NoiseOnStream
 from .on_stream.scaled import ScaledOnStream
 from .on_stream.sparse import SparseOnStream
 

@@ -3,6 +3,9 @@
 A message is exchanged by owners of parts: `sent` goes out by an all-to-all and comes in as `received`; `sum_frame`,
 this rank's share of `gathered`, goes to all by an all-gather. Everything is enqueued on the current stream; tables and
 buffers are made once for a layout, and the host waits for nothing.
+
+What a codec on streams has to implement is here (StreamCodec, DeviceMessage), and so are `identity` and `cast`, whose
+frames are values one behind the other.
 """
 
 from __future__ import annotations
@@ -13,15 +16,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ... import wire
-from ...engines import noise_layout
-from ...engines.cuda.noise_message import Layout, NoiseMessage
+from ...engines.cuda.noise_message import NoiseMessage
 from ...routes import NAMED
 from ..coding import Raw
-from ..on_host.noise import NoiseMessages
 from ..program import Program
 from .residuals import Residuals
-from .slots import OWN, SUM, Slots
+from .slots import Slots
 
 
 class Checked(ABC):
@@ -176,61 +176,6 @@ class RawMessage(DeviceMessage):
         torch._foreach_copy_(self._tensors, self._mean_of)
 
 
-class NoisyMessage(DeviceMessage):
-    """The codec noise, by its kernels; frames lie in slots of a known size."""
-
-    def __init__(
-        self,
-        program: Program,
-        codec: NoiseMessages,
-        rank: int,
-        buffer: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        shapes: Sequence[torch.Tensor | None],
-        sizes: Mapping[str, int],
-    ) -> None:
-        super().__init__(program, rank, buffer, tensors)
-        columns = self.table.columns()
-        keys = {hop: [noise_layout.name_key(0, name, hop, 0) for name in program.names] for hop in (OWN, SUM)}
-        layout = Layout(
-            tensors, columns.tensor, columns.start, columns.length, columns.owner, self.world, rank,
-            keys[OWN], keys[SUM], list(shapes), int(program.digest, 16) & 0xFFFFFFFF,
-        )  # fmt: skip
-        self.share = _share(codec, program)
-        self._divisor = torch.tensor(float(program.divisor), device=buffer.device)  # as in RawMessage
-        self.kernels = self._kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
-        self._take_buffers()
-
-    def _take_buffers(self) -> None:
-        kernels = self._kernels
-        self.sent, self.received = kernels.sent, kernels.received
-        self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
-
-    def resize(self, sizes: Mapping[str, int]) -> bool:
-        done = self._kernels.resize(sizes[OWN], sizes[SUM])
-        self._take_buffers()
-        return done
-
-    def encode(self, step: int) -> None:
-        self._kernels.encode(step)
-
-    def reduce(self, step: int) -> None:
-        self._kernels.reduce(step)
-
-    def decode(self, step: int) -> None:
-        self._kernels.decode(step)
-
-    def keep(self, step: int) -> None:
-        self._kernels.add(step)
-        for part, total in zip(self._own_parts, self._kernels.sums):
-            part.copy_(total / self._divisor)
-
-
-def _share(codec: NoiseMessages, program: Program) -> float:
-    """Levels are those of half the budget: where a value is encoded once, it may have all of it."""
-    return float(codec.codec.share) * 2 / program.hops
-
-
 class StreamCodec(ABC):
     """A codec whose frames have a size that is known beforehand, so that messages need not wait for the host."""
 
@@ -273,29 +218,3 @@ class RawOnStream(StreamCodec):
         sizes: Mapping[str, int],
     ) -> DeviceMessage:
         return RawMessage(program, self.codec, rank, buffer, tensors)
-
-
-class NoiseOnStream(StreamCodec):
-    codes_sums = True
-
-    def __init__(self, codec: NoiseMessages) -> None:
-        self.codec, self.text = codec, codec.text
-
-    def slots(self, program: Program) -> Slots:
-        table = program.dealt
-        counts = [[part.numel for part in table.of_owner(owner)] for owner in range(program.world)]
-        least = wire.HEADER_BYTES + max(map(noise_layout.blocks_offset, counts))
-        values = max(sum(map(noise_layout.padded, each)) for each in counts)
-        bound = wire.HEADER_BYTES + max(map(noise_layout.body_bound, counts))
-        return Slots.first(_share(self.codec, program), program.world, least, values, bound)
-
-    def message(
-        self,
-        program: Program,
-        rank: int,
-        buffer: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        shapes: Sequence[torch.Tensor | None],
-        sizes: Mapping[str, int],
-    ) -> DeviceMessage:
-        return NoisyMessage(program, self.codec, rank, buffer, tensors, shapes, sizes)
