@@ -21,7 +21,7 @@ import torch
 from gradzip.engines import noise_layout as layout
 from gradzip.engines.cuda import launch, noise, noise_message
 from gradzip.engines.cuda.noise import Decoder, Encoder, Geometry, Measurer
-from gradzip.engines.cuda.noise_message import Layout, NoiseMessage
+from gradzip.engines.cuda.noise_message import Layout, NoiseKernels
 from gradzip.exchange.parts import Table
 from gradzip.wire import HEADER_BYTES
 
@@ -154,8 +154,8 @@ def message(values: int) -> None:
     counts = [[part.numel for part in table.of_owner(owner)] for owner in range(WORLD)]
     slot = max(noise_message.slot_for(count, 6.0) for count in counts)
     start = time.perf_counter()
-    one = NoiseMessage(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 0, keys, keys), 0.01, slot, slot)
-    other = NoiseMessage(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 1, keys, keys), 0.01, slot, slot)
+    one = NoiseKernels(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 0, keys, keys), 0.01, slot, slot)
+    other = NoiseKernels(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 1, keys, keys), 0.01, slot, slot)
     torch.cuda.synchronize()
     made = time.perf_counter() - start
     one.encode(3)

@@ -125,7 +125,7 @@ def instrument(profile: Profile) -> None:
     profile.wrap(dist.Work, "wait", "work.wait")
     profile.wrap(launch.Stage, "__call__", "kernel launches")
     profile.wrap(noise_row.RowCall, "__call__", "row launch")
-    for kind in (on_device.RawMessage, noise_on_device.NoisyMessage, scaled_on_device.ScaledMessage):
+    for kind in (on_device.RawMessage, noise_on_device.NoiseMessage, scaled_on_device.ScaledMessage):
         for name in ("encode", "reduce", "decode"):
             profile.wrap(kind, name, f"message.{name}", mark=True)
     profile.wrap(on_device.DeviceMessage, "norm", "message.norm", mark=True)

@@ -112,9 +112,9 @@ def happen(fault: str) -> None:
             raise ArithmeticError("the codec lost count")
 
         generic.GenericCoder.encode = lost_count  # type: ignore[method-assign]
-        gcomp_from_device.GCompOnDevice.encode = lost_count  # type: ignore[method-assign]
+        gcomp_from_device.GCompDeviceCoder.encode = lost_count  # type: ignore[method-assign]
         noise._NoiseCoder.encode = lost_count  # type: ignore[method-assign]
-        noise_on_stream.NoisyMessage.encode = lost_count  # type: ignore[method-assign]
+        noise_on_stream.NoiseMessage.encode = lost_count  # type: ignore[method-assign]
     elif fault in DAMAGED:
         plainly = Gloo.send
 

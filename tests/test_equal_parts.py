@@ -12,7 +12,7 @@ from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import generic
-from gradzip.exchange.on_host.generic import GenericMessages
+from gradzip.exchange.on_host.generic import GenericOnHost
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop
 from gradzip.exchange.topology import Topology
@@ -65,7 +65,7 @@ SIZES = [300, 300, 4, 300, 7, 4, 300, 300, 2000, 4]
 def steps(codec: str, route: str) -> list[torch.Tensor]:
     """Means and residuals of a few steps of three ranks."""
     made, names, world = parse(codec), [f"layer.{number}" for number in range(len(SIZES))], 3
-    messages = GenericMessages(made)
+    messages = GenericOnHost(made)
     topology = Topology.of_ranks(0, list(range(world)))
     args = names, SIZES, torch.float32, topology, made.codes_sums
     program = compile_route(messages.text, NAMED[route], *args)
@@ -95,7 +95,7 @@ def test_exchanges_give_the_same_bits_with_rows_and_without(
 
 @pytest.mark.parametrize("codec", ["sign", "qsgd", "topk:ratio=0.1", "natural", "terngrad"])
 def test_damage_that_shows_in_single_frames_is_found_in_rows(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages, names = GenericMessages(parse(codec)), [f"layer.{number}" for number in range(len(SIZES))]
+    messages, names = GenericOnHost(parse(codec)), [f"layer.{number}" for number in range(len(SIZES))]
     table, x = Table.of(names, SIZES, [1]), [gradient(n, seed=n) for n in SIZES]
     coder = messages.coder(Message(names, torch.float32))
     coder.measure(generic.Values(x))

@@ -27,7 +27,7 @@ from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import streams
-from gradzip.exchange.on_host.gcomp_from_device import GCompOnDevice
+from gradzip.exchange.on_host.gcomp_from_device import GCompDeviceCoder
 from gradzip.exchange.on_host.runner import HostProgram, runner_of
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.parts import Table
@@ -308,7 +308,7 @@ def refused(rank: int, codec: str) -> list[str]:
     found = []
     with fake_gpu.LateStream(torch.device("cpu")) as stream:
         coder = whole.coder(Message(["x", "y"], torch.float32, book=book))
-        assert isinstance(coder, GCompOnDevice)
+        assert isinstance(coder, GCompDeviceCoder)
         coder.measure(Values(values))
         room = torch.zeros(whole.bound(table, 0, torch.float32), dtype=torch.uint8)
         (size,) = coder.encode(table, [0], Values(values), Hop(0, 1, True, False), [room])

@@ -18,7 +18,7 @@ from noisy import VALUES, part_of
 from gradzip.engines import noise_layout as layout
 from gradzip.engines import reference_noise as reference
 from gradzip.engines.cuda import launch, noise, noise_message
-from gradzip.engines.cuda.noise_message import Layout, NoiseMessage
+from gradzip.engines.cuda.noise_message import Layout, NoiseKernels
 from gradzip.engines.noise_layout import Part, Slot
 from gradzip.errors import Corrupt, GradzipError, Unsupported
 from gradzip.exchange import parts
@@ -225,7 +225,7 @@ class Ranks:
         self.tensors = [list(flat[1:].split(SIZES)) for flat in self.flat]  # at odd addresses
         shapes = [None if shape is None else shape.to(device) for shape in self.shapes]
         self.messages = [
-            NoiseMessage(
+            NoiseKernels(
                 Layout(
                     self.tensors[rank], columns.tensor, columns.start, columns.length, columns.owner, world, rank,
                     [layout.name_key(1, name, "own", 0) for name in NAMES],

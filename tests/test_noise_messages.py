@@ -19,7 +19,7 @@ from gradzip.engines import noise_layout, reference_noise
 from gradzip.engines.noise_layout import Measured, Part, Shapes, Statistics
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
-from gradzip.exchange.on_host.noise import NoiseMessages
+from gradzip.exchange.on_host.noise import NoiseOnHost
 from gradzip.exchange.parts import Table
 from gradzip.exchange.topology import Topology
 from gradzip.routes import NAMED
@@ -65,7 +65,7 @@ def interpret(
     gradients: list[list[torch.Tensor]], shapes: list[torch.Tensor | None], share: float = 0.01
 ) -> list[list[torch.Tensor]]:
     world, sizes, dtype = len(gradients), [x.numel() for x in gradients[0]], gradients[0][0].dtype
-    codec = NoiseMessages(Noise(share))
+    codec = NoiseOnHost(Noise(share))
     topology = Topology(0, tuple((rank,) for rank in range(world)))
     program = compiled(ALLTOALL, sizes, codec, topology, dtype=dtype)
     messages = [Message(program.names, dtype, rank, world, STEP, SEED, Shapes(shapes)) for rank in range(world)]
@@ -120,7 +120,7 @@ def test_noise_has_mean_zero_and_the_share_that_was_asked_for() -> None:
     exact = torch.stack([x for (x,) in gradients]).double().mean(0)
     total, squares = torch.zeros(1000, dtype=torch.float64), 0.0
     for draw in range(count):
-        codec = NoiseMessages(Noise(share))
+        codec = NoiseOnHost(Noise(share))
         topology = Topology(0, tuple((rank,) for rank in range(world)))
         program = compiled(ALLTOALL, [1000], codec, topology)
         messages = [Message(program.names, torch.float32, rank, world, draw) for rank in range(world)]
@@ -139,7 +139,7 @@ def test_noise_has_mean_zero_and_the_share_that_was_asked_for() -> None:
 def compare(rank: int, dtype: torch.dtype) -> dict[str, object]:
     exchange, world = Exchange(connect(1)), dist.get_world_size()
     exchange.step = STEP
-    shapes, codec = shapes_of(SIZES), NoiseMessages(Noise(0.01))
+    shapes, codec = shapes_of(SIZES), NoiseOnHost(Noise(0.01))
     names = [f"t{i}" for i in range(len(SIZES))]
     gradients = [[gradient(n, 10 * r + i, dtype) for i, n in enumerate(SIZES)] for r in range(world)]
     expected, same, outcomes = interpret(gradients, shapes)[rank], [], []

@@ -29,7 +29,7 @@ from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_stream import runner as on_stream
-from gradzip.exchange.on_stream.noise import NoisyMessage
+from gradzip.exchange.on_stream.noise import NoiseMessage
 from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
 from gradzip.sensitivity.shape import SecondMoments
@@ -97,10 +97,10 @@ def interpreted(codec: str, step: int, gradients: list[list[torch.Tensor]], shap
     world, dtype, made = len(gradients), gradients[0][0].dtype, stream_codec(parse(codec))
     assert made is not None
     topology = Topology(0, tuple((rank,) for rank in range(world)))
-    program = compiled(made.route, SIZES, made.codec, topology, dtype=dtype)  # type: ignore[attr-defined]
+    program = compiled(made.route, SIZES, made.codec, topology, dtype=dtype)
     known = Shapes(shapes.of(NAMES))
     messages = [Message(program.names, dtype, rank, world, step, 0, known) for rank in range(world)]
-    return Interpreter(program, made.codec, messages).run(gradients)[0]  # type: ignore[attr-defined]
+    return Interpreter(program, made.codec, messages).run(gradients)[0]
 
 
 def compare(rank: int, codec: str) -> dict[str, bool]:
@@ -589,8 +589,8 @@ def results_compared(rank: int) -> str:
     task.train(0, 3)
     task.handle.stats()
     if rank:
-        kept = NoisyMessage.decode
-        NoisyMessage.decode = lambda self, step: (kept(self, step), self._buffer.view(-1)[:1].add_(1.0))[0]  # type: ignore[method-assign, func-returns-value]
+        kept = NoiseMessage.decode
+        NoiseMessage.decode = lambda self, step: (kept(self, step), self._buffer.view(-1)[:1].add_(1.0))[0]  # type: ignore[method-assign, func-returns-value]
     task.step(3)
     try:
         task.handle.state_dict()

@@ -162,7 +162,7 @@ def trained(rank: int, policy: str) -> dict[str, Any]:
     slots.FIRST_ROOM = 100.0  # every frame fits: none is coarser than the interpreter's
     task, made = Trained(policy, 0.02), stream_codec(parse(policy))
     assert made is not None
-    codec = made.codec  # type: ignore[attr-defined]
+    codec = made.codec
     program, wrong = task.program(codec), []
     for number in range(STEPS):
         with task.model.no_sync():
@@ -340,7 +340,7 @@ def changed(rank: int) -> dict[str, Any]:
     everybodys, means = gathered(totals), task.backward(5)
     made = stream_codec(parse("noise"))
     assert made is not None
-    codec, program = made.codec, task.program(made.codec)  # type: ignore[attr-defined]
+    codec, program = made.codec, task.program(made.codec)
     shapes = Shapes([None if shape is None else shape.cpu() for shape in task.handle._shapes.of(task.names)])
     messages = [Message(program.names, torch.float32, r, WORLD, 5, 0, shapes) for r in range(WORLD)]
     expected = Interpreter(program, codec, messages).run(everybodys)[rank]

@@ -14,10 +14,10 @@ from ..codecs.sparse import RandomBlock, RandomK, TopK
 from ..errors import Unsupported, nearest
 from ..routes import CODING, FACTORS, NAMED, Route
 from .coding import MessageCodec, Raw
-from .on_host.gcomp import GCompMessages
-from .on_host.generic import GenericMessages
-from .on_host.noise import NoiseMessages
-from .on_host.scaled import ScaledMessages
+from .on_host.gcomp import GCompOnHost
+from .on_host.generic import GenericOnHost
+from .on_host.noise import NoiseOnHost
+from .on_host.scaled import ScaledOnHost
 from .on_stream.coded import CodedOnStream
 from .on_stream.message import RawOnStream, StreamCodec
 from .on_stream.noise import NoiseOnStream
@@ -29,11 +29,11 @@ _ROUTES = (*NAMED, FACTORS)
 
 
 def _scaled(codec: Scaled) -> MessageCodec:
-    return ScaledMessages(codec) if codec.error_memory is None else GenericMessages(codec)
+    return ScaledOnHost(codec) if codec.error_memory is None else GenericOnHost(codec)
 
 
 _OWN: dict[str, Callable[[Any], MessageCodec]] = {
-    **{"gcomp": GCompMessages, "noise": NoiseMessages},
+    **{"gcomp": GCompOnHost, "noise": NoiseOnHost},
     **dict.fromkeys(("int8", "int4", "fp8"), _scaled),
 }
 _RAW: dict[str, Callable[[Any], Raw]] = {
@@ -49,7 +49,7 @@ def message_codec(codec: Codec) -> MessageCodec | None:
         return None
     if codec.name in _RAW and codec.error_memory is None:
         return _RAW[codec.name](codec)
-    return _OWN.get(codec.name, GenericMessages)(codec)
+    return _OWN.get(codec.name, GenericOnHost)(codec)
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +69,7 @@ def codec_for_device(codec: Codec, route: Route) -> MessageCodec | None:
         return None
     whole = message_codec(codec)
     # What has kernels of its own for whole messages on the CPU has those of parts on a GPU.
-    return GenericMessages(codec) if places == {"gpu"} and isinstance(whole, ScaledMessages) else whole
+    return GenericOnHost(codec) if places == {"gpu"} and isinstance(whole, ScaledOnHost) else whole
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +86,7 @@ def codes_messages(codec: Codec, route: str, on_device: bool = False) -> Message
 
 def fills_frames(codec: Codec) -> bool:
     """Whether one frame holds parts of all tensors of a message; else there is a frame for each part."""
-    return isinstance(message_codec(codec), NoiseMessages | ScaledMessages)
+    return isinstance(message_codec(codec), NoiseOnHost | ScaledOnHost)
 
 
 _ON_STREAMS = ("alltoall", "allgather", "allreduce")
@@ -111,9 +111,9 @@ def stream_codec(codec: Codec, route: str | None = None) -> StreamCodec | None:
     if codec.error_memory is not None or by not in ("alltoall", "allreduce"):
         return None
     if isinstance(codec, Noise):
-        return NoiseOnStream(NoiseMessages(codec))
+        return NoiseOnStream(NoiseOnHost(codec))
     if isinstance(codec, Scaled):
-        return ScaledOnStream(ScaledMessages(codec))
+        return ScaledOnStream(ScaledOnHost(codec))
     if isinstance(codec, Cast):
         return RawOnStream(Raw(str(codec), codec.dtype))
     return RawOnStream(Raw(str(codec))) if isinstance(codec, Identity) else None

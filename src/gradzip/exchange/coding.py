@@ -49,7 +49,7 @@ class Message:
     hops: int = 2  # how often a value is encoded on its way: in a reduce-scatter once
 
 
-class Noisy(NamedTuple):
+class AddedNoise(NamedTuple):
     """What rounding at random adds to the means of a message."""
 
     noise: float  # the sum of its squares that is to be expected
@@ -144,7 +144,7 @@ class Coder(ABC):
         if self.message.memory is not None and self._added:
             self.message.memory.lost_all(self.message.names, [None] * len(self.message.names))
 
-    def noisy(self, values: Values) -> Noisy | None:
+    def added_noise(self, values: Values) -> AddedNoise | None:
         """What the codec added to the means, which are in `values`; None: it does not round at random."""
         return None
 

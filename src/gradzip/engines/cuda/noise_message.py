@@ -77,7 +77,7 @@ class Layout:
         return rows
 
 
-class NoiseMessage:
+class NoiseKernels:
     """The launches and buffers of a message.
 
     `sent` holds a slot for each owner and goes out by an all-to-all; what comes lies in `received`. The sum's frame is

@@ -14,7 +14,7 @@ import torch
 from . import launch
 from .launch import Launcher
 from .noise import to_device
-from .noise_message import NoiseMessage
+from .noise_message import NoiseKernels
 
 ALIKE = 3  # numbers that all ranks must have alike: a digest, a sum of shapes, and one of results
 OF_FRAMES = 4  # numbers beside the status: bytes and notch of the largest frame for another rank, and of the sum's
@@ -39,7 +39,7 @@ class Places(NamedTuple):
 class RowCall:
     """Fills a row on the current stream, which begins with the numbers that are alike, each with its negative."""
 
-    def __init__(self, row: torch.Tensor, messages: Sequence[NoiseMessage], places: Sequence[Places]) -> None:
+    def __init__(self, row: torch.Tensor, messages: Sequence[NoiseKernels], places: Sequence[Places]) -> None:
         checks = np.zeros(len(messages), _CHECK)
         for check, message, place in zip(checks, messages, places):
             check["squares"], check["blocks"] = message.squares.data_ptr(), message.squares.numel()

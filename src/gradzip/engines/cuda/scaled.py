@@ -81,7 +81,7 @@ class Layout(NamedTuple):
     rank: int
 
 
-class ScaledMessage:
+class ScaledKernels:
     """The launches and buffers of a message: what one rank does in an exchange by owners of parts.
 
     encode   a frame for each other owner                                  1 launch

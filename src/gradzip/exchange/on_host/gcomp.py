@@ -26,21 +26,21 @@ from ..flattening import unflatten
 from ..parts import Column, Part, Table
 from ..program import Hop
 from . import streams
-from .generic import FrameWriter, GenericCoder, GenericMessages, frames_in, shift_of, stage_of
+from .generic import FrameWriter, GenericCoder, GenericOnHost, frames_in, shift_of, stage_of
 
 _POINTED = {"given": 1, "theta": 4, "second": 4}  # bytes of a value that floors point to
 
 
-class GCompMessages(GenericMessages):
+class GCompOnHost(GenericOnHost):
     def __init__(self, codec: GComp) -> None:
         super().__init__(codec)
         self._gcomp = codec
 
     def coder(self, message: Message) -> Coder:
         if streams.current().on_device:
-            from .gcomp_from_device import GCompOnDevice
+            from .gcomp_from_device import GCompDeviceCoder
 
-            return GCompOnDevice(message, self._gcomp)
+            return GCompDeviceCoder(message, self._gcomp)
         return GCompCoder(message, self._gcomp)
 
 

@@ -36,7 +36,7 @@ from .gcomp import GCompCoder
 _SEEN = wire.HEADER_BYTES + ENTRY  # of each frame, by the host: its header, and the head of its body
 
 
-class GCompOnDevice(GCompCoder):
+class GCompDeviceCoder(GCompCoder):
     # -- the rank's own gradients -------------------------------------------------------------------------------
 
     def measure(self, values: Values) -> None:

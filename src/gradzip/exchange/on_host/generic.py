@@ -30,7 +30,7 @@ from . import streams
 from .equal_parts import ENTRY, LONGEST, Rows, Run, frames_of_group
 
 
-class GenericMessages(MessageCodec):
+class GenericOnHost(MessageCodec):
     def __init__(self, codec: Codec) -> None:
         self.codec, self.text = codec, str(codec)
         self.codes_sums = codec.codes_sums

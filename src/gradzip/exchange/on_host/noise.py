@@ -17,12 +17,12 @@ from ... import engines, wire
 from ...codecs.noise import Noise
 from ...engines import noise_layout
 from ...engines.noise_layout import HEAD_BYTES, PackedParts, Slot
-from ..coding import Coder, Frames, Message, MessageCodec, Noisy, Values, in_float32
+from ..coding import AddedNoise, Coder, Frames, Message, MessageCodec, Values, in_float32
 from ..parts import Table
 from ..program import Hop
 
 
-class NoiseMessages(MessageCodec):
+class NoiseOnHost(MessageCodec):
     codes_sums = True
     widest = 4
     chunk = 1 << 20
@@ -138,12 +138,12 @@ class _NoiseCoder(Coder):
         self._coarser += written.notch > 0
         return int(written.size)
 
-    def noisy(self, values: Values) -> Noisy | None:
+    def added_noise(self, values: Values) -> AddedNoise | None:
         """The variance of a sum is a third of its level squared: half of that from own gradients, half from the sum."""
         if self.message.hops < 2:
             return None  # no sum was coded
         noise = float((self._level_of_sum**2 * self._weights).sum()) / (3 * self.message.world**2)
-        return Noisy(noise, self._squares_of(values), self._share, self._coarser)
+        return AddedNoise(noise, self._squares_of(values), self._share, self._coarser)
 
     def _squares_of(self, means: Values) -> float:
         """The sum of their squares, from the frames that they were decoded from."""

@@ -196,13 +196,13 @@ class SentMessage(Sent):
         outcome.collectives = 1
         assert self.coder is not None
         self.coder.finish()
-        noisy = self.coder.noisy(self.values)
-        if noisy is None:
+        added = self.coder.added_noise(self.values)
+        if added is None:
             outcome.finite = all_finite(self.values.tensors) if self.finite is None else self.finite()
         else:
-            outcome.finite = math.isfinite(noisy.squares)
-            outcome.noise, outcome.squares, outcome.coarser = noisy.noise, noisy.squares, noisy.coarser
-            outcome.allowed, outcome.values = noisy.share * noisy.squares, sum(self.prepared.program.sizes)
+            outcome.finite = math.isfinite(added.squares)
+            outcome.noise, outcome.squares, outcome.coarser = added.noise, added.squares, added.coarser
+            outcome.allowed, outcome.values = added.share * added.squares, sum(self.prepared.program.sizes)
 
 
 class HostRunner:

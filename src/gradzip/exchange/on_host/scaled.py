@@ -21,7 +21,7 @@ from ..parts import Table
 from ..program import Hop
 
 
-class ScaledMessages(MessageCodec):
+class ScaledOnHost(MessageCodec):
     codes_sums = True
     widest = 4
 

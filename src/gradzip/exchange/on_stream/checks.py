@@ -6,7 +6,7 @@ the last bucket; the host reads them when they have long been there. All ranks r
 
     row   digest, shapes, results: each with its negative, so that the largest of both tells whether ranks differ
           the norm of each message's means
-          of each message with kernels: status of 2 W frames, largest frames and notches
+          of each message of noise: status of 2 W frames, largest frames and notches
           of this rank alone, and not reduced: noise, and how many frames are coarser
 
 Behind it residuals are committed, by a predicate on the device: what a step noted is taken back where a norm is not
@@ -66,14 +66,14 @@ class _Layout:
 
     def __init__(self, messages: Sequence[Checked], world: int, device: torch.device) -> None:
         self._messages = [weakref.ref(message) for message in messages]
-        checked = [message.kernels for message in messages if message.kernels is not None]
+        checked = [message.noise_kernels for message in messages if message.noise_kernels is not None]
         per_message, first = 2 * world + OF_FRAMES, 2 * ALIKE + len(messages)
         reduced = first + per_message * len(checked)
         self.told: list[_Told] = []
         before = 0
         for number, message in enumerate(messages):
             places = Places(2 * ALIKE + number, first + per_message * before, reduced + OF_RANK * before)
-            has_frames = message.kernels is not None
+            has_frames = message.noise_kernels is not None
             self.told.append(_Told(message.program, message.share, has_frames, places))
             before += has_frames
         self.row = torch.zeros(reduced + OF_RANK * len(checked), dtype=torch.int64, device=device)
@@ -89,7 +89,7 @@ class _Layout:
     def fill(
         self, digest: int, norms: Sequence[torch.Tensor], shapes: torch.Tensor | None, results: torch.Tensor | None
     ) -> None:
-        """`norms` are those of the messages without kernels."""
+        """`norms` are those of the messages without `noise_kernels`."""
         if self._call is not None:
             self._call(digest, shapes, results)
         else:
@@ -131,7 +131,7 @@ class Checks:
         changes: Sequence[Change] = (),
         then: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Enqueues the row of a step on the current stream; `norms` are those of the messages without kernels.
+        """Enqueues the row of a step on the current stream; `norms` are those of the messages without `noise_kernels`.
 
         If a rank has a mean that is not finite, `changes` are taken back. `then` is called with the largest norms.
         """

@@ -26,7 +26,7 @@ from ...engines import noise_layout
 from ...engines.cuda.scaled import ALIGN, PART, Launch, Work
 from ...engines.scaled_layout import places
 from ...routes import NAMED
-from ..on_host.generic import GenericMessages, stage_of
+from ..on_host.generic import GenericOnHost, stage_of
 from ..parts import Part
 from ..program import REDUCE_SCATTER, Program, Recode
 from . import compensated
@@ -252,10 +252,11 @@ def _coder(codec: Codec, layout: Layout, program: Program, rank: int, device: to
 class CodedOnStream(StreamCodec):
     """`sign`, `onebit`, `qsgd`, `terngrad` and `natural`; `cast`, `int8`, `int4` and `fp8` with error feedback."""
 
+    codec: GenericOnHost
     widest = 4
 
     def __init__(self, codec: Codec, route: str) -> None:
-        self.codec, self.text, self.feeds_back = GenericMessages(codec), str(codec), codec.error_memory is not None
+        self.codec, self.text, self.feeds_back = GenericOnHost(codec), str(codec), codec.error_memory is not None
         self.route = NAMED[route]
 
     @staticmethod

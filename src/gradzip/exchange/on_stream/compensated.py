@@ -50,7 +50,7 @@ class CompensatedMessage(DeviceMessage):
         flat = x.view(-1)
         return [flat[piece.at : piece.at + piece.stop - piece.start] for piece in self._pieces]
 
-    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def lost(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._own_lost, self._sum_lost
 
     def _take(self) -> torch.Tensor | None:

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...engines.cuda.noise_message import NoiseMessage
+from ...engines.cuda.noise_message import NoiseKernels
 from ...routes import NAMED
-from ..coding import Raw
+from ..coding import MessageCodec, Raw
 from ..program import Program
 from .residuals import Residuals
 from .slots import Slots
@@ -28,9 +28,9 @@ class Checked(ABC):
     """What the row of checks knows of a message (checks.py)."""
 
     program: Program
-    # The kernels that tell the row of wrong frames, sizes and noise. None: the frames hold values alone, and nothing
-    # can be wrong with them.
-    kernels: NoiseMessage | None = None
+    # They tell the row of wrong frames, sizes and noise. None: the frames hold values alone, and nothing can be wrong
+    # with them.
+    noise_kernels: NoiseKernels | None = None
     share = 0.0  # of the means' squares that noise may be
 
     @property
@@ -45,7 +45,7 @@ class Checked(ABC):
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
-        """A number in float64 that is finite if all means are. Not asked for where there are `kernels`."""
+        """A number in float64 that is finite if all means are. Not asked for where there are `noise_kernels`."""
 
 
 class DeviceMessage(Checked):
@@ -78,11 +78,11 @@ class DeviceMessage(Checked):
     def decode(self, step: int) -> None:
         """Makes means of what was gathered."""
 
-    @abstractmethod
     def keep(self, step: int) -> None:
-        """Instead of `reduce` in a reduce-scatter: adds up what came; the result is in the rank's own parts."""
+        """Instead of `reduce` in a reduce-scatter (calls.py): adds up what came, into the rank's own parts."""
+        raise NotImplementedError(f"{type(self).__name__} has no place in a reduce-scatter: see calls.py")
 
-    def keeps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def lost(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
         raise NotImplementedError(f"{type(self).__name__} keeps no residuals")
 
@@ -179,6 +179,7 @@ class RawMessage(DeviceMessage):
 class StreamCodec(ABC):
     """A codec whose frames have a size that is known beforehand, so that messages need not wait for the host."""
 
+    codec: MessageCodec  # what codes the same values on the host; tests compare the two
     text: str
     codes_sums = False  # as in MessageCodec
     feeds_back = False
@@ -204,6 +205,8 @@ class StreamCodec(ABC):
 
 class RawOnStream(StreamCodec):
     """The values as they are (`identity`), or rounded to 16 bits (`cast`)."""
+
+    codec: Raw
 
     def __init__(self, codec: Raw) -> None:
         self.codec, self.text = codec, codec.text

@@ -8,20 +8,20 @@ import torch
 
 from ... import wire
 from ...engines import noise_layout
-from ...engines.cuda.noise_message import Layout, NoiseMessage
-from ..on_host.noise import NoiseMessages
+from ...engines.cuda.noise_message import Layout, NoiseKernels
+from ..on_host.noise import NoiseOnHost
 from ..program import Program
 from .message import DeviceMessage, StreamCodec
 from .slots import OWN, SUM, Slots
 
 
-class NoisyMessage(DeviceMessage):
+class NoiseMessage(DeviceMessage):
     """The codec noise, by its kernels; frames lie in slots of a known size."""
 
     def __init__(
         self,
         program: Program,
-        codec: NoiseMessages,
+        codec: NoiseOnHost,
         rank: int,
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
@@ -37,7 +37,7 @@ class NoisyMessage(DeviceMessage):
         )  # fmt: skip
         self.share = _share(codec, program)
         self._divisor = torch.tensor(float(program.divisor), device=buffer.device)  # as in RawMessage
-        self.kernels = self._kernels = NoiseMessage(layout, self.share, sizes[OWN], sizes[SUM])
+        self.noise_kernels = self._kernels = NoiseKernels(layout, self.share, sizes[OWN], sizes[SUM])
         self._take_buffers()
 
     def _take_buffers(self) -> None:
@@ -65,15 +65,16 @@ class NoisyMessage(DeviceMessage):
             part.copy_(total / self._divisor)
 
 
-def _share(codec: NoiseMessages, program: Program) -> float:
+def _share(codec: NoiseOnHost, program: Program) -> float:
     """Levels are those of half the budget: where a value is encoded once, it may have all of it."""
     return float(codec.codec.share) * 2 / program.hops
 
 
 class NoiseOnStream(StreamCodec):
+    codec: NoiseOnHost
     codes_sums = True
 
-    def __init__(self, codec: NoiseMessages) -> None:
+    def __init__(self, codec: NoiseOnHost) -> None:
         self.codec, self.text = codec, codec.text
 
     def slots(self, program: Program) -> Slots:
@@ -93,4 +94,4 @@ class NoiseOnStream(StreamCodec):
         shapes: Sequence[torch.Tensor | None],
         sizes: Mapping[str, int],
     ) -> DeviceMessage:
-        return NoisyMessage(program, self.codec, rank, buffer, tensors, shapes, sizes)
+        return NoiseMessage(program, self.codec, rank, buffer, tensors, shapes, sizes)

@@ -307,9 +307,9 @@ class StreamRunner:
             stages.start()
             message.decode(self._step)
             if message.residuals is not None:
-                self._note(*message.residuals.end(*message.keeps()))
+                self._note(*message.residuals.end(*message.lost()))
             stages.stop(DECODE)
-            if message.kernels is None:
+            if message.noise_kernels is None:
                 self._norms.append(message.norm())
         self._messages += messages
         for each in taken:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...engines.cuda.scaled import Layout
-from ...engines.cuda.scaled import ScaledMessage as Kernels
-from ..on_host.scaled import ScaledMessages
+from ...engines.cuda.scaled import Layout, ScaledKernels
+from ..on_host.scaled import ScaledOnHost
 from ..program import REDUCE_SCATTER, Program
 from .message import DeviceMessage, StreamCodec
 
@@ -19,7 +18,7 @@ class ScaledMessage(DeviceMessage):
     def __init__(
         self,
         program: Program,
-        codec: ScaledMessages,
+        codec: ScaledOnHost,
         rank: int,
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
@@ -30,7 +29,7 @@ class ScaledMessage(DeviceMessage):
             tensors, columns.tensor, columns.start, columns.length, columns.owner, program.names, self.world, rank
         )
         kept = program.divisor if program.route == REDUCE_SCATTER else None
-        self._kernels = kernels = Kernels(layout, codec.form, kept)
+        self._kernels = kernels = ScaledKernels(layout, codec.form, kept)
         self.sent, self.received = kernels.sent, kernels.received
         self.gathered, self.sum_frame = kernels.gathered, kernels.sum_frame
 
@@ -52,9 +51,10 @@ class ScaledMessage(DeviceMessage):
 
 
 class ScaledOnStream(StreamCodec):
+    codec: ScaledOnHost
     codes_sums = True
 
-    def __init__(self, codec: ScaledMessages) -> None:
+    def __init__(self, codec: ScaledOnHost) -> None:
         self.codec, self.text = codec, codec.text
 
     def message(

@@ -19,7 +19,7 @@ from ...codecs.sparse import RandomBlock, RandomK, TopK, enlarged
 from ...routes import NAMED
 from ..coding import RAW
 from ..compiler import compile_route
-from ..on_host.generic import GenericMessages
+from ..on_host.generic import GenericOnHost
 from ..program import Program
 from ..topology import Topology
 from . import compensated
@@ -49,9 +49,6 @@ class _Sparse(CompensatedMessage):
         self._counts = [codec.kept(int(size)) for size in sizes]
         self._out = torch.zeros(len(x), dtype=program.dtype, device=device)
         self._in_out = self._views(self._out)
-
-    def keep(self, step: int) -> None:
-        raise NotImplementedError("sparse codecs have no place in a reduce-scatter: see calls.py")
 
 
 class PickedMessage(_Sparse):
@@ -183,10 +180,11 @@ class TopMessage(_Sparse):
 class SparseOnStream(StreamCodec):
     """`randomk`, `randomblock` and `topk`."""
 
+    codec: GenericOnHost
     widest = 4
 
     def __init__(self, codec: RandomK | RandomBlock | TopK) -> None:
-        self.codec, self.text, self.feeds_back = GenericMessages(codec), str(codec), codec.error_memory is not None
+        self.codec, self.text, self.feeds_back = GenericOnHost(codec), str(codec), codec.error_memory is not None
         self.route = NAMED["allgather" if isinstance(codec, TopK) else "allreduce"]
 
     def message(
