@@ -18,7 +18,7 @@ from training import POLICIES, same, start
 import gradzip
 from gradzip import Fixed, Rules
 from gradzip.errors import Unsupported
-from gradzip.exchange.backward import ALONE
+from gradzip.exchange.on_host.backward import ALONE
 
 FEEDBACK = ("randomk", "topk", "powersgd", "near-4096", "mixed")
 

@@ -26,8 +26,8 @@ from gradzip.codecs import lowrank
 from gradzip.codecs.base import Left
 from gradzip.engines.cuda import pack_select
 from gradzip.errors import GradzipWarning, PeerError
-from gradzip.exchange.backward import Backward
 from gradzip.exchange.on_host import streams as on_device
+from gradzip.exchange.on_host.backward import HostBackward
 
 STEPS = 4
 
@@ -132,18 +132,18 @@ def trained(rank: int) -> dict[str, Any]:
 def of_two_messages() -> list[bool]:
     """For each message of two steps, whether buckets were given out when its means followed."""
     given = list[bool]()
-    inner = Backward._means_follow
+    inner = HostBackward._means_follow
 
-    def spy(ending: Backward) -> None:
+    def spy(ending: HostBackward) -> None:
         inner(ending)
         given.append(all(ticket.promise.kept for ticket in ending._tickets))
 
-    Backward._means_follow = spy  # type: ignore[method-assign]
+    HostBackward._means_follow = spy  # type: ignore[method-assign]
     run = start(Rules({"0.*": "powersgd:rank=1", "*": "powersgd:rank=2"}))
     assert run.handle is not None
     run.train(0, 2)
     run.handle.detach()
-    Backward._means_follow = inner  # type: ignore[method-assign]
+    HostBackward._means_follow = inner  # type: ignore[method-assign]
     return given
 
 

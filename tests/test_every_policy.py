@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import POLICIES, same, save, start
 
 import gradzip
-from gradzip.exchange import backward
 from gradzip.exchange.coding import Message
+from gradzip.exchange.on_host import backward
 from gradzip.exchange.on_host.runner import HostRunner
 from gradzip.exchange.rounds import Rounds
 

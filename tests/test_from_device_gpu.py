@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import same
 
 import gradzip
-from gradzip.exchange.backward import Backward
 from gradzip.exchange.on_host import streams
+from gradzip.exchange.on_host.backward import HostBackward
 from gradzip.routes import NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -160,13 +160,13 @@ def poisoned(rank: int) -> dict[str, Any]:
         wait(self)
         time.sleep(0.02)
 
-    follow = Backward._means_follow
+    follow = HostBackward._means_follow
 
-    def noted(self: Backward) -> None:
+    def noted(self: HostBackward) -> None:
         follow(self)
         early.append(self.gave_early)
 
-    streams.DeviceStream.wait, Backward._means_follow = late, noted  # type: ignore[method-assign]
+    streams.DeviceStream.wait, HostBackward._means_follow = late, noted  # type: ignore[method-assign]
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 128)).cuda()
     model = DistributedDataParallel(net, bucket_cap_mb=0.3, gradient_as_bucket_view=True)

@@ -18,10 +18,9 @@ from training import Run, same, start
 from gradzip import Accordion, Fixed, Rules
 from gradzip.engines.layout import Floor
 from gradzip.errors import PeerError
-from gradzip.exchange import backward
-from gradzip.exchange import comparisons as checks
+from gradzip.exchange import comparisons
 from gradzip.exchange.finiteness import all_finite
-from gradzip.exchange.on_host import rows
+from gradzip.exchange.on_host import backward, rows
 from gradzip.exchange.peers import sockets
 from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
@@ -155,25 +154,25 @@ def test_ways_are_found_once_and_policies_that_may_change_are_asked() -> None:
 @pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 3000, 5000])
 def test_every_value_of_a_grid_is_looked_at_in_the_end(size: int) -> None:
     theta, second = torch.arange(1.0, size + 1), torch.arange(size + 1.0, 1, -1)
-    seen = {int(v) for number in range(size) for v in checks.sample(theta, number)}
+    seen = {int(v) for number in range(size) for v in comparisons.sample(theta, number)}
     assert seen == set(range(1, size + 1))
     floors: list[Floor | torch.Tensor] = [
         Floor(theta, second, -150, 3, 5),
         Floor(theta, None, -150),
         torch.ones(size, dtype=torch.int8),
     ]
-    usual = checks.floor_sums(floors, 3)
-    place = int(checks.sample(torch.arange(size), 3)[0])
+    usual = comparisons.floor_sums(floors, 3)
+    place = int(comparisons.sample(torch.arange(size), 3)[0])
     for changed, spoil in (
         (0, lambda: second[place].add_(1)),
         (1, lambda: floors.__setitem__(1, Floor(theta, None, -151))),
         (2, lambda: floors[2][place].add_(1)),  # type: ignore[index, union-attr]
     ):
         spoil()
-        now = checks.floor_sums(floors, 3)
+        now = comparisons.floor_sums(floors, 3)
         assert (now != usual).nonzero().view(-1).tolist() == [changed]
         usual = now
-    assert checks.floor_sums([], 0).numel() == 0
+    assert comparisons.floor_sums([], 0).numel() == 0
 
 
 def test_all_finite() -> None:
@@ -227,15 +226,15 @@ def test_many_gradients_at_once_as_one_by_one(scale: float, patient: bool, form:
 def plainly(rank: int) -> dict[str, Any]:
     """Which steps went by torch's own sum, through changes of policy; and a rank that changes its policy alone."""
     went: list[int] = []
-    take = backward.Backward.take_whole
+    take = backward.HostBackward.take_buffer
 
-    def noted(self: backward.Backward, buffer: torch.Tensor, last: bool) -> Any:
+    def noted(self: backward.HostBackward, buffer: torch.Tensor, last: bool) -> Any:
         taken = take(self, buffer, last)
         if taken is not None:
             went.append(step_now)
         return taken
 
-    backward.Backward.take_whole = noted  # type: ignore[method-assign]
+    backward.HostBackward.take_buffer = noted  # type: ignore[method-assign]
     run, plain = start(Fixed("identity")), start(None)
     assert run.handle is not None
     out: dict[str, Any] = {"same": []}
@@ -317,15 +316,15 @@ def kept_as_ddp(rank: int) -> dict[str, Any]:
     """Policies that learn see what plain steps bring, and checks compare it: these go the old way."""
     seen = {}
     went: list[bool] = []
-    take = backward.Backward.take_whole
+    take = backward.HostBackward.take_buffer
 
-    def noted(self: backward.Backward, buffer: torch.Tensor, last: bool) -> Any:
+    def noted(self: backward.HostBackward, buffer: torch.Tensor, last: bool) -> Any:
         taken = take(self, buffer, last)
         if taken is not None:
             went.append(last)
         return taken
 
-    backward.Backward.take_whole = noted  # type: ignore[method-assign]
+    backward.HostBackward.take_buffer = noted  # type: ignore[method-assign]
     patch = pytest.MonkeyPatch()
     for name, policy in (("checks", Fixed("identity")), ("learns", Accordion("identity", "topk:ratio=0.5", window=9))):
         patch.setenv("GRADZIP_CHECK", "1" if name == "checks" else "0")
@@ -349,8 +348,8 @@ def test_checks_and_policies_that_learn_see_plain_steps() -> None:
 def single(rank: int) -> dict[str, Any]:
     """A single rank asks for no gradient by name and computes no grid; with GRADZIP_ALONE it does."""
     taken: list[str] = []
-    for name in ("take", "take_whole"):
-        inner = getattr(backward.Backward, name)
+    for name in ("take", "take_buffer"):
+        inner = getattr(backward.HostBackward, name)
 
         def noted(self: Any, *args: Any, inner: Any = inner, name: str = name) -> Any:
             result = inner(self, *args)
@@ -358,7 +357,7 @@ def single(rank: int) -> dict[str, Any]:
                 taken.append(name)
             return result
 
-        setattr(backward.Backward, name, noted)
+        setattr(backward.HostBackward, name, noted)
     out: dict[str, Any] = {}
     plain = start(None)
     plain.train(0, 3)
@@ -388,9 +387,9 @@ def test_a_rank_alone_hands_its_buckets_back() -> None:
     (out,) = run_ranks(1, single)
     alone, after = out.pop("alone"), out.pop("after")
     assert len(out) == 3
-    assert all(seen == ({"take_whole"}, True, 3, 0) for seen in out.values())
+    assert all(seen == ({"take_buffer"}, True, 3, 0) for seen in out.values())
     assert alone == ({"take"}, False)
-    assert after == ["take", "take_whole"]
+    assert after == ["take", "take_buffer"]
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

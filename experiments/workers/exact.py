@@ -1,4 +1,4 @@
-"""The library's exchange for W ranks in one process: Backward, Message, Executor, Memory and codecs are the real ones.
+"""The library's exchange for W ranks in one process: HostBackward, HostRunner, Memory and codecs are the real ones.
 
 Only the wire is replaced. Each rank runs in a thread of its own through the code of the host runner that it runs on a
 cluster, and where it would send bytes it leaves them for the others and waits until all have come. Everything is a
@@ -18,8 +18,8 @@ from typing import Any, cast
 
 import torch
 
-from gradzip.exchange.backward import Attached, Backward
 from gradzip.exchange.gradients import Scheme
+from gradzip.exchange.on_host.backward import Attached, HostBackward
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.peers.buffers import Buffers
 from gradzip.exchange.peers.channel import Channel
@@ -124,7 +124,7 @@ class _Watch:
 
 
 class _Channel:
-    """What Backward and the host runner use of a channel."""
+    """What HostBackward and the host runner use of a channel."""
 
     error = None
 
@@ -140,7 +140,7 @@ class _Channel:
         return error
 
 
-class _Backward(Backward):
+class _Backward(HostBackward):
     """A pass, but for what torch would add up."""
 
     channel: _Channel  # type: ignore[assignment]

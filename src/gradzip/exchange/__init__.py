@@ -8,9 +8,8 @@ codecs        which codecs code whole messages
 rounds        codecs of several rounds, and sums of frames: generators that yield what is to be averaged
 interpreter   runs a program for all ranks in one process, in plain torch: the oracle
 gradients     what each gradient goes through, and the messages of a bucket
-backward      one backward pass by the host runner; streamed: one by the stream runner
-on_host/      the host runner: programs over Gloo, from the memory of the CPU or of a GPU; rows that ranks compare
-on_stream/    the stream runner: messages of known size on CUDA streams over NCCL, without waiting for the host
+on_host/      the host runner: backward passes whose programs run over Gloo, from the memory of the CPU or of a GPU
+on_stream/    the stream runner: backward passes on CUDA streams over NCCL, without waiting for the host
 peers/        a process's way to the others: connections, heartbeat, threads that send
 plain         uncompressed averaging through DDP's own process group
 comparisons   what ranks compare besides their messages

@@ -1,8 +1,9 @@
 """attach: what it accepts, and the hook that DDP calls.
 
 DDP calls the hook for one bucket after the other, in the same order on all ranks. The hook hands the bucket's gradients
-to the backward pass that is under way: streamed.py enqueues them on CUDA streams, backward.py sends them by the channel
-that all handles of these ranks share. DDP waits for the futures at the end of backward.
+to the backward pass that is under way: exchange/on_stream/backward.py enqueues them on CUDA streams, and
+exchange/on_host/backward.py sends them by the channel that all handles of these ranks share. DDP waits for the futures
+at the end of backward.
 """
 # Annotations are not postponed in this file: DDP looks at those of the hook and accepts classes only.
 

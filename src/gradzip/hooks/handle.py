@@ -24,17 +24,17 @@ from .. import saved
 from ..accordion import Accordion
 from ..codecs import Codec
 from ..errors import GradzipWarning, PeerError, Unsupported
-from ..exchange.backward import Attached, Backward, is_alone
 from ..exchange.finiteness import all_finite
 from ..exchange.gradients import Future, Late, Scheme, Way
+from ..exchange.on_host.backward import Attached, HostBackward, is_alone
 from ..exchange.on_stream import runner as on_stream
+from ..exchange.on_stream.backward import StreamBackward
 from ..exchange.on_stream.checks import Row
 from ..exchange.on_stream.slots import LATE
 from ..exchange.outcome import Outcome
 from ..exchange.peers.abort import Abort
 from ..exchange.peers.channel import open_channel
 from ..exchange.shared_book import SharedBook
-from ..exchange.streamed import StreamedBackward
 from ..exchange.topology import Topology
 from ..feedback import Memory, Value
 from ..option import Option
@@ -103,7 +103,7 @@ class Handle:
         self._channel = open_channel(group, self._device, mesh, timeout, heartbeat, bool(sparse) and not on_gpu)
         self._memory = Memory(self._channel.rank, patient=self._patient)
         self._books = SharedBook()
-        self._backward: Backward | StreamedBackward | None = None
+        self._backward: HostBackward | StreamBackward | None = None
         self._before: threading.Event | None = None  # the end of the last pass, for which DDP may not have waited
         self._behind = False  # the exchange failed after DDP had its buckets: the model may be a step ahead
         on_streams = on_stream.reason_against(group, self._device) is None
@@ -471,7 +471,7 @@ class Handle:
 
     # -- on the thread of backward ------------------------------------------------------------------------------
 
-    def _begin(self) -> Backward | StreamedBackward:
+    def _begin(self) -> HostBackward | StreamBackward:
         if self._before is not None:
             self._before.wait()  # a formality: DDP has had its buckets for a while
         if self._stream is not None:
@@ -492,7 +492,7 @@ class Handle:
             self._attached.shapes_version = object()
         self._attached.learns, rates, agreed = self._learns, self._learning_rates(), self._agreed is self._scheme
         joined = self._has_joined()
-        begun = Backward(self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins())
+        begun = HostBackward(self._steps, scale, self._scheme, self._attached, rates, agreed, joined, self._joins())
         self._assumptions.begin(active=self._scheme.graded and not begun.alone)
         return begun
 
@@ -511,7 +511,7 @@ class Handle:
         if self._scheme.streams:
             self._start_stream()
 
-    def _begin_streamed(self, scale: float) -> StreamedBackward:
+    def _begin_streamed(self, scale: float) -> StreamBackward:
         runner = self._start_stream()
         if self._loaded:
             self._channel.compare(self._loaded, wait=True, loaded=True)
@@ -530,7 +530,7 @@ class Handle:
             observe = functools.partial(self._policy.observe, scale=scale)
             self._rates[self._steps] = self._learning_rates()
         self._channel.standing.begin_pass()
-        begun = StreamedBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
+        begun = StreamBackward(self._scheme.ways, self._channel, runner, self._end_streamed, late, observe)
         then = None if observe is None else begun.show
         runner.times.wants_stages = self._progress is not None
         runner.times.wants_exposed = self._was_asked or bool(self._metrics) or self._journal.is_read
@@ -542,7 +542,7 @@ class Handle:
     def _learning_rates(self) -> list[float]:
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _end_streamed(self, ended: StreamedBackward) -> None:
+    def _end_streamed(self, ended: StreamBackward) -> None:
         """All of a backward pass is enqueued."""
         with self._lock:
             for kind, part in ended.parts.items():
@@ -631,7 +631,7 @@ class Handle:
             future = (
                 self._backward.take_sparse(buffer, self._group, last)
                 if sparse
-                else self._backward.take_whole(buffer, last)
+                else self._backward.take_buffer(buffer, last)
             )
             if future is None:
                 future = self._backward.take(buffer, self._buckets.named(bucket, buffer), last)
@@ -658,7 +658,7 @@ class Handle:
 
     # -- on the channel's threads -------------------------------------------------------------------------------
 
-    def _end(self, ended: Backward) -> None:
+    def _end(self, ended: HostBackward) -> None:
         """A backward pass is through, or has failed."""
         with self._lock, torch.no_grad():
             if ended.totals.error is not None:
@@ -701,7 +701,7 @@ class Handle:
 
         return perfetto.spans(self._policy)
 
-    def _teach(self, policy: Adaptive, ended: Backward) -> None:
+    def _teach(self, policy: Adaptive, ended: HostBackward) -> None:
         """Shows a policy the means of a step that all ranks took, and will take."""
         if ended.one_has_joined() or not ended.totals.finite:
             return

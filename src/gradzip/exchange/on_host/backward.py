@@ -1,11 +1,11 @@
-"""One backward pass, from its first bucket to its last: gradients become messages, and DDP gets its buckets back.
+"""One backward pass on the host runner: gradients become messages, and DDP gets its buckets back.
 
 Gradients of equal codec and route in a bucket form a message. Factors and small uncompressed tensors wait for the last
 bucket and travel together, in the order of parameter names: a few collectives for the whole step, and the same result
 however DDP cuts its buckets. What a step changes in Memory counts only if its gradients proved finite on all ranks.
 
-Messages go by the host runner, and ranks compare what they do in rows (exchange/on_host/rows.py). Where gradients lie
-on a GPU, DDP may have its buckets while the GPU still works on them.
+Ranks compare what they do in rows (rows.py). Where gradients lie on a GPU, DDP may have its buckets while the GPU still
+works on them. The stream runner's pass is exchange/on_stream/backward.py.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..feedback import Memory
-from ..sensitivity.shape import SecondMoments
-from ..spans import until
-from . import coding, plain, rounds
-from . import comparisons as checks
-from .finiteness import all_finite
-from .gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
-from .on_host import streams
-from .on_host.rounds import submit_at_once, submit_rounds
-from .on_host.rows import Row, rows_of
-from .on_host.runner import runner_of
-from .outcome import Outcome
-from .peers.channel import Channel
-from .peers.gloo import Broken
-from .shared_book import SharedBook
+from ...feedback import Memory
+from ...sensitivity.shape import SecondMoments
+from ...spans import until
+from .. import coding, comparisons, plain, rounds
+from ..finiteness import all_finite
+from ..gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
+from ..outcome import Outcome
+from ..peers.channel import Channel
+from ..peers.gloo import Broken
+from ..shared_book import SharedBook
+from . import streams
+from .rounds import submit_at_once, submit_rounds
+from .rows import Row, rows_of
+from .runner import runner_of
 
 SPARSE = "sparse gradients by torch"  # what `stats` calls them
 ALONE = "GRADZIP_ALONE"  # set to 1: a rank without any other codes its gradients as well, to see what becomes of them
@@ -84,7 +83,7 @@ class Attached:
 
     channel: Channel
     memory: Memory
-    on_end: Callable[[Backward], None]
+    on_end: Callable[[HostBackward], None]
     warn: Callable[[str], None] = _nobody
     group: dist.ProcessGroup | None = None  # DDP's own, for what torch adds up itself
     check: bool = False  # compare the results of all ranks at the end of each pass
@@ -95,7 +94,7 @@ class Attached:
     shapes_version: object = None  # another one when other gradients have a shape
 
 
-class Backward:
+class HostBackward:
     """`take` is called on the thread of backward, the rest happens on the channel's threads."""
 
     def __init__(
@@ -154,7 +153,7 @@ class Backward:
     def _transforms(self) -> bool:
         return any(way.codec.transforms for way in self.ways.values())
 
-    def take_whole(self, buffer: torch.Tensor, last: bool) -> Future | None:
+    def take_buffer(self, buffer: torch.Tensor, last: bool) -> Future | None:
         """Takes a bucket of which no single gradient has to be known; None: `take` it."""
         if not self._idle and not self.by_torch:
             return None
@@ -434,7 +433,7 @@ class Backward:
         with self._stream() as stream:  # a GPU is busy with backward, for which this need not wait
             stream.after(self._began)
             shapes = [self.shapes.sums(self.number)] if self._compares_shapes else []
-            return torch.cat([joined, checks.floor_sums(floors, self.number), *shapes])
+            return torch.cat([joined, comparisons.floor_sums(floors, self.number), *shapes])
 
     def _stream(self) -> streams.Stream:
         """Of this thread, where it may ask the device for numbers."""
@@ -446,16 +445,16 @@ class Backward:
         gone = rank if self._joined else next((other for other, row in enumerate(rows) if row[0]), None)
         if gone is not None:
             self._one_joined = True
-            for instead in [checks.LOSSLESS] * bool(floors) + [checks.UNSHAPED] * bool(self.shapes.names):
-                warn(checks.about_joined(gone, instead))
+            for instead in [comparisons.LOSSLESS] * bool(floors) + [comparisons.UNSHAPED] * bool(self.shapes.names):
+                warn(comparisons.about_joined(gone, instead))
             return
-        if found := checks.differences([row[1 : 1 + floors] for row in rows], rank, list(self._floors)):
+        if found := comparisons.differences([row[1 : 1 + floors] for row in rows], rank, list(self._floors)):
             self._grids_differ = True
-            warn(checks.about_grids(*found[0], rank, checks.LOSSLESS))
+            warn(comparisons.about_grids(*found[0], rank, comparisons.LOSSLESS))
         names = self.shapes.all_names if self._compares_shapes else []
-        if found := checks.differences([row[1 + floors :] for row in rows], rank, names):
+        if found := comparisons.differences([row[1 + floors :] for row in rows], rank, names):
             self._shapes_differ = True
-            warn(checks.about_grids(*found[0], rank, checks.UNSHAPED))
+            warn(comparisons.about_grids(*found[0], rank, comparisons.UNSHAPED))
 
     def _shapes_agree(self) -> bool:
         """Waits for the other ranks' shapes; False if they differ from this one's, or there are none."""
@@ -482,11 +481,11 @@ class Backward:
             if self.channel.error is not None:
                 raise self.channel.error
             with self._stream():
-                return torch.tensor([checks.bit_sum(tensor) for _, tensor in self.results])
+                return torch.tensor([comparisons.bit_sum(tensor) for _, tensor in self.results])
 
         def heard(rows: Sequence[torch.Tensor]) -> None:
-            found = checks.differences(rows, self.channel.rank, names)
-            checks.check_results(found, self.number, self.channel.rank, len(names))
+            found = comparisons.differences(rows, self.channel.rank, names)
+            comparisons.check_results(found, self.number, self.channel.rank, len(names))
             self._checked(Outcome())
 
         what = f"a comparison of {len(names)} results at step {self.number}"

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from ..spans import span
-from .gradients import Bucket, Future, Late, Named, Way
-from .on_stream.factors import FactorMessage
-from .on_stream.runner import StreamRunner
-from .outcome import Outcome
-from .peers.channel import Channel
+from ...spans import span
+from ..gradients import Bucket, Future, Late, Named, Way
+from ..outcome import Outcome
+from ..peers.channel import Channel
+from .factors import FactorMessage
+from .runner import StreamRunner
 
 
-class StreamedBackward:
+class StreamBackward:
     """`take` is called on the thread of backward; DDP gets its futures at once, and its stream waits for them."""
 
     plain = False
@@ -27,7 +27,7 @@ class StreamedBackward:
         ways: Mapping[str, Way],
         channel: Channel,
         runner: StreamRunner,
-        on_end: Callable[[StreamedBackward], None],
+        on_end: Callable[[StreamBackward], None],
         late: Late | None = None,
         observe: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class StreamedBackward:
         averaged: Future = work.get_future().then(lambda future: future.value()[0])
         return averaged
 
-    def take_whole(self, buffer: torch.Tensor, last: bool) -> Future | None:
+    def take_buffer(self, buffer: torch.Tensor, last: bool) -> Future | None:
         return None  # single gradients have to be known
 
     def take(self, buffer: torch.Tensor, named: Named, last: bool) -> Future:
