@@ -15,7 +15,7 @@ from ranks import TIMEOUT
 
 from gradzip.codecs import Context, parse
 from gradzip.exchange import coding, rounds
-from gradzip.exchange.codecs import codes_messages, route_of
+from gradzip.exchange.message_codecs import codes_messages, route_of
 from gradzip.exchange.on_host.rounds import submit_rounds
 from gradzip.exchange.on_host.runner import HostMessage, runner_of
 from gradzip.exchange.outcome import Outcome

@@ -17,10 +17,10 @@ from gradzip.codecs import parse
 from gradzip.errors import PeerError, Unsupported
 from gradzip.exchange import calls as exchange_calls
 from gradzip.exchange.calls import HostCalls, StreamCalls
-from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_reduce_scatter
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import message_codec
 from gradzip.exchange.on_host.runner import HostProgram
 from gradzip.exchange.peers.channel import Channel, open_channel
 from gradzip.exchange.topology import Topology

@@ -28,10 +28,10 @@ from gradzip import Fixed, Option, Rules, Unsupported
 from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.exchange import rounds
-from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.gradients import Way
 from gradzip.exchange.interpreter import Interpreter, run_rounds
+from gradzip.exchange.message_codecs import message_codec, stream_codec
 from gradzip.exchange.on_stream import compensated
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner

@@ -15,7 +15,7 @@ from training import same
 
 import gradzip
 from gradzip.codecs import REGISTRY, parse
-from gradzip.exchange.codecs import stream_codec
+from gradzip.exchange.message_codecs import stream_codec
 
 STEPS, STOP = 5, 3
 NAMES = sorted(REGISTRY)

@@ -22,10 +22,10 @@ from training import same, start
 from gradzip.codecs import books, parse
 from gradzip.engines.layout import Floor
 from gradzip.errors import CodecError
-from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.coding import Message, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import codes_messages
 from gradzip.exchange.on_host import streams
 from gradzip.exchange.on_host.gcomp_from_device import GCompDeviceCoder
 from gradzip.exchange.on_host.runner import HostProgram, runner_of

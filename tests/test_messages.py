@@ -14,10 +14,10 @@ from gradzip import Context, engines, parse
 from gradzip.engines import native
 from gradzip.engines.layout import Floor
 from gradzip.errors import CodecError
-from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.coding import Coder, Message, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import message_codec
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop, Program
 from gradzip.exchange.topology import Topology

@@ -25,9 +25,9 @@ import gradzip
 from gradzip import Fixed, GradzipWarning, Option, PeerError, Rules, Unsupported
 from gradzip.codecs import parse
 from gradzip.engines.noise_layout import Shapes
-from gradzip.exchange.codecs import stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import stream_codec
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.on_stream.noise import NoiseMessage
 from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner

@@ -25,10 +25,10 @@ import gradzip
 from gradzip.codecs import Context, parse
 from gradzip.engines.noise_layout import Shapes
 from gradzip.exchange import rounds
-from gradzip.exchange.codecs import message_codec, stream_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter, run_rounds
+from gradzip.exchange.message_codecs import message_codec, stream_codec
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.on_stream import slots
 from gradzip.exchange.program import Program

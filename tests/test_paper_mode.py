@@ -17,10 +17,10 @@ import gradzip
 from gradzip import Context, GradzipWarning, engines, parse
 from gradzip.codecs.gcomp import paper_levels, reach_exponents
 from gradzip.engines.layout import EXACT
-from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import codes_messages
 from gradzip.exchange.topology import Topology
 from gradzip.routes import Route
 from gradzip.sensitivity import survey

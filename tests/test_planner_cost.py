@@ -13,8 +13,8 @@ from planning import line, profile
 
 from gradzip.codecs import parse
 from gradzip.errors import PlanError
-from gradzip.exchange.codecs import codes_messages
 from gradzip.exchange.compiler import compile_route
+from gradzip.exchange.message_codecs import codes_messages
 from gradzip.exchange.on_host.runner import HostMessage
 from gradzip.exchange.parts import CUT, Table
 from gradzip.exchange.program import Communicate

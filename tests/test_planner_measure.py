@@ -19,10 +19,10 @@ from torch import nn
 from gradzip import cli, wire
 from gradzip.codecs import Context, parse
 from gradzip.engines import noise_layout
-from gradzip.exchange.codecs import message_codec
 from gradzip.exchange.coding import Message
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter
+from gradzip.exchange.message_codecs import message_codec
 from gradzip.exchange.program import Communicate
 from gradzip.exchange.topology import Topology as Ranks
 from gradzip.feedback import Memory

@@ -10,7 +10,7 @@ import torch
 from gradzip import Option, Policy, parse
 from gradzip.codecs.base import Apart, Kept
 from gradzip.errors import Unsupported
-from gradzip.exchange.codecs import route_of
+from gradzip.exchange.message_codecs import route_of
 from gradzip.feedback import Memory, clean_name
 from gradzip.policy import PLAIN, TINY, Fixed, Rules, as_policy
 

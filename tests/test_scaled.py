@@ -20,7 +20,7 @@ from gradzip import Context, Unsupported, parse
 from gradzip.codecs.scaled import Fp8, Int4, Int8, Scaled
 from gradzip.engines.scaled_layout import BLOCKS
 from gradzip.errors import Corrupt
-from gradzip.exchange.codecs import fills_frames, stream_codec
+from gradzip.exchange.message_codecs import fills_frames, stream_codec
 from gradzip.exchange.on_stream.coded import CodedOnStream
 from gradzip.wire import HEADER_BYTES
 

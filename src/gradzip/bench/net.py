@@ -29,8 +29,8 @@ from ..codecs.gcomp import GComp
 from ..engines.layout import EXACT, Floor
 from ..errors import GradzipError, Unsupported
 from ..exchange import coding, rounds
-from ..exchange.codecs import codes_messages, places_of, route_of
 from ..exchange.comparisons import bit_sum
+from ..exchange.message_codecs import codes_messages, places_of, route_of
 from ..exchange.on_host.rounds import submit_rounds
 from ..exchange.on_host.runner import HostMessage, runner_of
 from ..exchange.outcome import Outcome

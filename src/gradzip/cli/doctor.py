@@ -18,7 +18,7 @@ from ..codecs import Context
 from ..emulate import format_rate
 from ..engines.cuda import pack_select
 from ..errors import EngineError, GradzipError
-from ..exchange.codecs import stream_codec
+from ..exchange.message_codecs import stream_codec
 from ..exchange.on_stream import factors
 from ..exchange.on_stream import runner as on_stream
 from ..hooks import default

@@ -4,7 +4,6 @@ parts         how tensors are dealt out to the ranks that add them up; the table
 program       an exchange as a list of steps
 compiler      makes the program of a route and a message's layout
 coding        what a codec offers that codes whole messages; the values as they are, or cast to 16 bits
-codecs        which codecs code whole messages
 rounds        codecs of several rounds, and sums of frames: generators that yield what is to be averaged
 interpreter   runs a program for all ranks in one process, in plain torch: the oracle
 gradients     what each gradient goes through, and the messages of a bucket

@@ -21,10 +21,10 @@ from ..codecs import Codec
 from ..errors import Unsupported
 from ..routes import NAMED
 from ..sensitivity.shape import SecondMoments
-from .codecs import message_codec, stream_codec
 from .coding import Message, Values
 from .compiler import compile_reduce_scatter, compile_route
 from .flattening import flatten, unflatten
+from .message_codecs import message_codec, stream_codec
 from .on_host.runner import HostProgram, runner_of
 from .on_stream.message import DeviceMessage
 from .on_stream.runner import StreamMessage, StreamRunner, all_to_all

@@ -24,9 +24,9 @@ from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..routes import FACTORS
 from ..sensitivity.shape import SecondMoments
-from .codecs import stream_codec
 from .coding import MessageCodec
 from .flattening import flatten
+from .message_codecs import stream_codec
 from .on_host.runner import HostMessage
 from .on_stream.factors import FactorMessage
 from .on_stream.runner import StreamMessage

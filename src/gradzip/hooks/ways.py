@@ -17,9 +17,9 @@ from ..codecs import Codec, lowrank, parse
 from ..codecs.gcomp import GComp
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
-from ..exchange.codecs import codes_messages, message_codec, route_of
 from ..exchange.flattening import flatten
 from ..exchange.gradients import Way
+from ..exchange.message_codecs import codes_messages, message_codec, route_of
 from ..exchange.topology import Topology
 from ..feedback import clean_name
 from ..option import Option

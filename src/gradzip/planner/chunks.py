@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..codecs.baseline import Cast
-from ..exchange.codecs import codec_for_device, message_codec
 from ..exchange.coding import RAW, MessageCodec
+from ..exchange.message_codecs import codec_for_device, message_codec
 from ..exchange.on_host.runner import CHUNK_ON_DEVICE, TWO_FROM
 from ..routes import FACTORS, Route
 from .choices import Choice

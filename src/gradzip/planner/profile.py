@@ -18,7 +18,7 @@ from typing import Any
 from .. import jsonfile
 from ..codecs import Codec, parse
 from ..errors import CodecError, PlanError, nearest
-from ..exchange.codecs import fills_frames
+from ..exchange.message_codecs import fills_frames
 from ..jsonfile import is_count, is_number, shown
 
 SCHEMA = "gradzip-profile"

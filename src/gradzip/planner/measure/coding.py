@@ -22,9 +22,9 @@ from ...codecs.gcomp import GComp
 from ...codecs.sparse import SparseFrame
 from ...engines.layout import Floor
 from ...errors import GradzipError, Unsupported
-from ...exchange.codecs import fills_frames
 from ...exchange.coding import MessageCodec
 from ...exchange.flattening import flatten
+from ...exchange.message_codecs import fills_frames
 from ...feedback import clean_name
 from ..profile import CodecCost, Curve
 from . import rounds

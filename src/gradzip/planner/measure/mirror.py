@@ -18,9 +18,9 @@ import torch
 from ...codecs import Codec, Context
 from ...engines.noise_layout import Shapes
 from ...errors import Unsupported
-from ...exchange.codecs import codec_for_device, message_codec, route_of
 from ...exchange.coding import Message, MessageCodec, Values
 from ...exchange.compiler import compile_route
+from ...exchange.message_codecs import codec_for_device, message_codec, route_of
 from ...exchange.on_host.runner import HostProgram, HostRunner, Running, Sent
 from ...exchange.outcome import Outcome
 from ...exchange.parts import GRAIN

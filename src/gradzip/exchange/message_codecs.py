@@ -1,4 +1,4 @@
-"""Which codecs code whole messages, and so travel by this package; which route each takes."""
+"""What codes the messages of a codec on each runner, and the route that a codec takes."""
 
 from __future__ import annotations
 
