@@ -29,13 +29,13 @@ from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.exchange import rounds
 from gradzip.exchange.coding import Message
-from gradzip.exchange.gradients import Way
 from gradzip.exchange.interpreter import Interpreter, run_rounds
 from gradzip.exchange.message_codecs import message_codec, stream_codec
 from gradzip.exchange.on_stream import compensated
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.on_stream.runner import StreamMessage, StreamRunner
 from gradzip.exchange.topology import Topology
+from gradzip.exchange.way import Way
 from gradzip.feedback import Memory
 from gradzip.hooks import runners
 from gradzip.routes import NAMED

@@ -23,9 +23,9 @@ from gradzip import Accordion, Fixed, Rules
 from gradzip.codecs import parse
 from gradzip.engines.cuda import pack_select
 from gradzip.engines.cuda.restore import Change, restore
-from gradzip.exchange.gradients import Way
 from gradzip.exchange.on_host import streams as on_device
 from gradzip.exchange.on_stream import runner as on_stream
+from gradzip.exchange.way import Way
 from gradzip.hooks import runners
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")

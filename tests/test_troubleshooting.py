@@ -29,11 +29,11 @@ import gradzip
 from gradzip import Fixed, Option, Plan, Rules, engines, report
 from gradzip.codecs import parse
 from gradzip.emulate import launch
-from gradzip.exchange.gradients import Way
 from gradzip.exchange.on_host.gcomp import GCompCoder
 from gradzip.exchange.on_stream import runner as on_stream
 from gradzip.exchange.peers import channel as connections
 from gradzip.exchange.peers import heartbeat
+from gradzip.exchange.way import Way
 from gradzip.hooks import runners
 from gradzip.report.measured import measured
 

@@ -18,13 +18,13 @@ from typing import Any, cast
 
 import torch
 
-from gradzip.exchange.gradients import Scheme
 from gradzip.exchange.on_host.backward import Attached, HostBackward
 from gradzip.exchange.outcome import Outcome
 from gradzip.exchange.peers.buffers import Buffers
 from gradzip.exchange.peers.channel import Channel
 from gradzip.exchange.shared_book import SharedBook
 from gradzip.exchange.topology import Topology
+from gradzip.exchange.way import Scheme
 from gradzip.feedback import Memory
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy

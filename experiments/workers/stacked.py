@@ -33,9 +33,9 @@ from gradzip.codecs.selection import block, magnitudes, sample
 from gradzip.codecs.sparse import RandomBlock, RandomK, TopK
 from gradzip.engines.layout import Floor
 from gradzip.errors import Unsupported
-from gradzip.exchange.gradients import Way
 from gradzip.exchange.parts import Table
 from gradzip.exchange.topology import Topology
+from gradzip.exchange.way import Way
 from gradzip.hooks.ways import Ways
 from gradzip.policy import Adaptive, Policy, Rules, small
 

@@ -1,4 +1,4 @@
-"""What each gradient goes through, and the messages that gradients form.
+"""The messages that the gradients of a bucket form.
 
 DDP hands out the same buckets in every step, so that most of a message is the same as in the step before: it is put
 together once, and each step fills in what has changed.
@@ -6,82 +6,29 @@ together once, and each step fills in what has changed.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeGuard
 
 import torch
 
 from ..codecs import Codec, Context
-from ..codecs.gcomp import GComp
 from ..codecs.lowrank import Fused, PowerSGD
-from ..engines.layout import Floor
 from ..engines.noise_layout import Shapes
 from ..routes import FACTORS
 from ..sensitivity.shape import SecondMoments
-from .coding import MessageCodec
 from .flattening import flatten
 from .message_codecs import stream_codec
 from .on_host.runner import HostMessage
 from .on_stream.factors import FactorMessage
 from .on_stream.runner import StreamMessage
 from .topology import Topology
+from .way import PLAIN, Way, shares_book
 
-PLAIN = "identity/allreduce"
 Named = list[tuple[str, torch.Tensor]]
 Future = torch.futures.Future[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Way:
-    """What one parameter's gradient goes through in a step."""
-
-    codec: Codec
-    route: str
-    late: bool  # waits for the last bucket
-    floor: Floor | torch.Tensor | None
-    whole: MessageCodec | None = None  # codes it with others, as one message
-    kind: str = field(init=False, compare=False)  # codec and route, in words
-    form: str | None = field(init=False, compare=False)  # how residuals are kept, as in Codec.error_memory
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", f"{self.codec}/{self.route}")
-        object.__setattr__(self, "form", self.codec.error_memory)
-
-
-class Scheme:
-    """What follows from the ways of a step, found out once for all steps that have the same but for their floors."""
-
-    def __init__(self, ways: Mapping[str, Way], streams: bool = False) -> None:
-        """`streams`: by the stream runner."""
-        self.ways, self.streams = ways, streams
-        self._kinds = [way.kind for way in ways.values()]
-        counts = Counter(self._kinds)
-        self.words = ", ".join(f"{count} x {text}" for text, count in counts.items())
-        pairs = repr(list(zip(ways, self._kinds)))
-        self.digest = hashlib.blake2b(pairs.encode(), digest_size=4).hexdigest()  # of who gets what
-        self.plain = set(counts) == {PLAIN}
-        self.whole = any(way.whole is not None and not way.late for way in ways.values())
-        self.shaped = any(way.codec.shaped for way in ways.values())
-        self.graded = any(way.floor is not None for way in ways.values())
-        self.factors = any(way.route == FACTORS for way in ways.values())
-        self.all_late = not self.plain and all(way.late for way in ways.values())
-        sharing = [way.codec for way in ways.values() if shares_book(way.codec)]
-        self.book_limit = min((codec.limit for codec in sharing), default=0)  # of codes in the shared book; 0: none
-        self.book_refresh = min((codec.refresh for codec in sharing), default=50)  # steps between two of these books
-
-    def with_floors_of(self, ways: Mapping[str, Way]) -> Scheme | None:
-        """The same for ways that differ in floors alone; None if they differ in more."""
-        if list(ways) != list(self.ways) or [way.kind for way in ways.values()] != self._kinds:
-            return None
-        renewed = copy.copy(self)
-        renewed.ways = ways
-        return renewed
 
 
 class Whole(HostMessage):
@@ -174,10 +121,6 @@ def _stream_message(way: Way, named: Named) -> StreamMessage:
     assert codec is not None
     tensors = [tensor for _, tensor in named]
     return StreamMessage(way.kind, codec, [name for name, _ in named], [flatten(g, g) for g in tensors], tensors)
-
-
-def shares_book(codec: Codec) -> TypeGuard[GComp]:
-    return isinstance(codec, GComp) and codec.book == "shared"
 
 
 def new_future(device: torch.device) -> Future:

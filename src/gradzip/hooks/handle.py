@@ -25,7 +25,7 @@ from ..accordion import Accordion
 from ..codecs import Codec
 from ..errors import GradzipWarning, PeerError, Unsupported
 from ..exchange.finiteness import all_finite
-from ..exchange.gradients import Future, Late, Scheme, Way
+from ..exchange.gradients import Future, Late
 from ..exchange.on_host.backward import Attached, HostBackward, is_alone
 from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.backward import StreamBackward
@@ -36,6 +36,7 @@ from ..exchange.peers.abort import Abort
 from ..exchange.peers.channel import open_channel
 from ..exchange.shared_book import SharedBook
 from ..exchange.topology import Topology
+from ..exchange.way import Scheme, Way
 from ..feedback import Memory, Value
 from ..option import Option
 from ..plan import Plan

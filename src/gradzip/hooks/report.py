@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..codecs.lowrank import PowerSGD
-from ..exchange.gradients import Way
+from ..exchange.way import Way
 
 FIRST, EVERY = 10, 500  # steps
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Unsupported
-from ..exchange.gradients import PLAIN, Way
 from ..exchange.message_codecs import places_of, stream_codec
 from ..exchange.on_stream import factors as factors_on_device
 from ..exchange.on_stream import runner as on_stream
+from ..exchange.way import PLAIN, Way
 from ..routes import FACTORS
 
 STREAM, HOST, TORCH = "stream", "host", "torch"

@@ -1,4 +1,7 @@
-"""What each gradient goes through under a policy: codec, route, and the grid that it may be rounded to."""
+"""Finds the Way of each parameter under a policy: codec, route, and the grid that its gradient may be rounded to.
+
+exchange/way.py defines Way.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from ..codecs.gcomp import GComp
 from ..engines.layout import Floor
 from ..errors import Unsupported, nearest
 from ..exchange.flattening import flatten
-from ..exchange.gradients import Way
 from ..exchange.message_codecs import codes_messages, message_codec, route_of
 from ..exchange.topology import Topology
+from ..exchange.way import Way
 from ..feedback import clean_name
 from ..option import Option
 from ..plan import Plan

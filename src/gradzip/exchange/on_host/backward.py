@@ -26,11 +26,12 @@ from ...sensitivity.shape import SecondMoments
 from ...spans import until
 from .. import coding, comparisons, plain, rounds
 from ..finiteness import all_finite
-from ..gradients import PLAIN, Bucket, Draft, Future, Late, Named, Scheme, Whole, done_future, new_future
+from ..gradients import Bucket, Draft, Future, Late, Named, Whole, done_future, new_future
 from ..outcome import Outcome
 from ..peers.channel import Channel
 from ..peers.gloo import Broken
 from ..shared_book import SharedBook
+from ..way import PLAIN, Scheme
 from . import streams
 from .rounds import submit_at_once, submit_rounds
 from .rows import Row, rows_of

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ...spans import span
-from ..gradients import Bucket, Future, Late, Named, Way
+from ..gradients import Bucket, Future, Late, Named
 from ..outcome import Outcome
 from ..peers.channel import Channel
+from ..way import Way
 from .factors import FactorMessage
 from .runner import StreamRunner
 
