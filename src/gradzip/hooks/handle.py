@@ -29,7 +29,7 @@ from ..exchange.gradients import Future, Late
 from ..exchange.on_host.backward import Attached, HostBackward, is_alone
 from ..exchange.on_stream import runner as on_stream
 from ..exchange.on_stream.backward import StreamBackward
-from ..exchange.on_stream.checks import Row
+from ..exchange.on_stream.checks import StepResult
 from ..exchange.on_stream.slots import LATE
 from ..exchange.outcome import Outcome
 from ..exchange.peers.abort import Abort
@@ -556,7 +556,7 @@ class Handle:
             self._steps_here += 1
             self._agreed = None
 
-    def _note(self, read: Callable[[], Sequence[Row]]) -> None:
+    def _note(self, read: Callable[[], Sequence[StepResult]]) -> None:
         """Takes note of what becomes known of earlier steps."""
         try:
             rows = read()

@@ -18,7 +18,7 @@ ENTRY = 8  # bytes: frames are padded to it
 
 
 @dataclass(frozen=True)
-class Run:
+class PartRun:
     """Parts that follow each other in an owner's frame."""
 
     first: int  # its number among the owner's parts
@@ -27,7 +27,7 @@ class Run:
     row: int = 0  # of the first one
 
 
-class Rows:
+class EqualParts:
     """An owner's parts, grouped by size."""
 
     def __init__(self, parts: Sequence[Part], longest: int = LONGEST) -> None:
@@ -50,24 +50,24 @@ class Rows:
         return self._names
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PartRun]:
         """All parts, in their order."""
         found = {number: (group, row) for group, of in enumerate(self.groups) for row, number in enumerate(of)}
         places = [found.get(number, (-1, 0)) for number in range(len(self.parts))]
-        runs, first = list[Run](), 0
+        runs, first = list[PartRun](), 0
         for group, of_run in itertools.groupby(group for group, _ in places):
             count = len(list(of_run))
-            runs.append(Run(first, count, group, places[first][1]))
+            runs.append(PartRun(first, count, group, places[first][1]))
             first += count
         return runs
 
     @cached_property
-    def runs_of(self) -> list[list[Run]]:
+    def runs_of(self) -> list[list[PartRun]]:
         """Those of each group."""
         return [[run for run in self.runs if run.group == group] for group in range(len(self.groups))]
 
 
-def frames_of_group(data: torch.Tensor, starts: Column, sizes: Column, runs: Sequence[Run]) -> torch.Tensor | None:
+def frames_of_group(data: torch.Tensor, starts: Column, sizes: Column, runs: Sequence[PartRun]) -> torch.Tensor | None:
     """The frames of a group as rows; None if they are not equally long, or differ in their headers."""
     size = int(sizes[runs[0].first])
     if size < wire.HEADER_BYTES:

@@ -25,7 +25,7 @@ from . import runner as on_host
 from . import streams
 
 
-class DeviceRun(on_host.Run):
+class DeviceRun(on_host.ChunkRun):
     """One chunk in one step, on this rank's device."""
 
     def __init__(

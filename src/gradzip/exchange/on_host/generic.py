@@ -27,7 +27,7 @@ from ..flattening import flatten, unflatten
 from ..parts import Column, Part, Table
 from ..program import Hop
 from . import streams
-from .equal_parts import ENTRY, LONGEST, Rows, Run, frames_of_group
+from .equal_parts import ENTRY, LONGEST, EqualParts, PartRun, frames_of_group
 
 
 class GenericOnHost(MessageCodec):
@@ -100,15 +100,15 @@ class GenericCoder(Coder):
     def _encode(self, table: Table, owner: int, values: Values, hop: Hop, room: torch.Tensor) -> int:
         stream, count = streams.current(), len(table.of_owner(owner))
         there = stream.room(room)
-        writer, rows, xs = FrameWriter(there, count), self._rows(table, owner, hop), values.parts(table, owner)
-        coded = [self._encode_rows(rows, group, xs, hop) for group in range(len(rows.groups))]
-        for run in rows.runs:
+        writer, equal, xs = FrameWriter(there, count), self._equal_parts(table, owner, hop), values.parts(table, owner)
+        coded = [self._encode_rows(equal, group, xs, hop) for group in range(len(equal.groups))]
+        for run in equal.runs:
             if run.group >= 0:
                 frames, _ = coded[run.group]
                 writer.add_rows(frames[run.row : run.row + run.count])
                 continue
             for number in range(run.first, run.first + run.count):
-                writer.add(self._encode_part(rows.parts[number], xs[number], hop, writer.room)[0].numel())
+                writer.add(self._encode_part(equal.parts[number], xs[number], hop, writer.room)[0].numel())
         size = writer.end(room)
         stream.send_back(there[ENTRY * count : size], room[ENTRY * count : size])
         return size
@@ -120,11 +120,11 @@ class GenericCoder(Coder):
         terms = [None if frame is None else Places(frame, len(parts)) for frame in frames]
         there = [None if frame is None else stream.there(frame) for frame in frames]
         mine = None if own is None else own.parts(table, owner)
-        rows, targets = self._rows(table, owner, hop), out.parts(table, owner)
+        equal, targets = self._equal_parts(table, owner, hop), out.parts(table, owner)
         left = set(range(len(parts)))
-        for group in range(len(rows.groups)):
-            if self._decode_rows(rows, group, terms, mine, hop, targets, by):
-                left.difference_update(rows.groups[group])
+        for group in range(len(equal.groups)):
+            if self._decode_rows(equal, group, terms, mine, hop, targets, by):
+                left.difference_update(equal.groups[group])
         for number in sorted(left):
             part, target = parts[number], targets[number]
             kind = torch.promote_types(target.dtype, torch.float32)
@@ -143,23 +143,23 @@ class GenericCoder(Coder):
 
     # -- parts of one size --------------------------------------------------------------------------------------
 
-    def _rows(self, table: Table, owner: int, hop: Hop) -> Rows:
+    def _equal_parts(self, table: Table, owner: int, hop: Hop) -> EqualParts:
         """An owner's parts; in groups where these are coded together."""
         codec, kept = self.codec, self._own.kept
         batches = codec.codes_rows and self.message.dtype == torch.float32 and not streams.current().on_device
         batches &= hop.own or type(codec).for_sum is Codec.for_sum
         key = table.digest, owner, "rows" if batches else "parts"
         if key not in kept:
-            kept[key] = Rows(table.of_owner(owner), LONGEST if batches else 0)
-        rows: Rows = kept[key]
-        return rows
+            kept[key] = EqualParts(table.of_owner(owner), LONGEST if batches else 0)
+        equal: EqualParts = kept[key]
+        return equal
 
     def _encode_rows(
-        self, rows: Rows, group: int, of_owner: Sequence[torch.Tensor], hop: Hop
+        self, equal: EqualParts, group: int, of_owner: Sequence[torch.Tensor], hop: Hop
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`_encode_part` for a group: frames as rows; and what others decode, where that is known."""
-        memory, codec, names = self.message.memory, self.codec, rows.names(self._name)[group]
-        parts, xs = [rows.parts[number] for number in rows.groups[group]], rows.of_group(group, of_owner)
+        memory, codec, names = self.message.memory, self.codec, equal.names(self._name)[group]
+        parts, xs = [equal.parts[number] for number in equal.groups[group]], equal.of_group(group, of_owner)
         feeds_back = memory is not None and self._feeds_back
         if memory is not None and feeds_back and not hop.own:
             of_tensors = [self.message.names[part.tensor] for part in parts]
@@ -192,7 +192,7 @@ class GenericCoder(Coder):
 
     def _decode_rows(
         self,
-        rows: Rows,
+        equal: EqualParts,
         group: int,
         terms: Sequence[Places | None],
         mine: Sequence[torch.Tensor] | None,
@@ -201,8 +201,8 @@ class GenericCoder(Coder):
         by: int,
     ) -> bool:
         """Adds up a group's parts; False: nothing is done, they are to be decoded one by one."""
-        count, numel = len(rows.groups[group]), rows.parts[rows.groups[group][0]].numel
-        frames = [None if term is None else term.rows(rows.runs_of[group]) for term in terms]
+        count, numel = len(equal.groups[group]), equal.parts[equal.groups[group][0]].numel
+        frames = [None if term is None else term.rows(equal.runs_of[group]) for term in terms]
         codecs = [None if found is None else self._decoder_of_rows(found, numel) for found in frames]
         if any(term is not None and codec is None for term, codec in zip(terms, codecs)):
             return False
@@ -212,11 +212,11 @@ class GenericCoder(Coder):
                 codec._decode(found[:, wire.HEADER_BYTES :], context, total, place > 0)
                 continue
             assert mine is not None
-            term = self._rows_as_decoded(rows, group, mine, hop)
+            term = self._rows_as_decoded(equal, group, mine, hop)
             total.add_(term) if place else total.copy_(term)
         if by > 1:
             total.div_(by)
-        torch._foreach_copy_(rows.of_group(group, targets), list(total.unbind()))
+        torch._foreach_copy_(equal.of_group(group, targets), list(total.unbind()))
         return True
 
     def _decoder_of_rows(self, frames: torch.Tensor, numel: int) -> Codec | None:
@@ -227,13 +227,13 @@ class GenericCoder(Coder):
         found = header.codec_id, header.dtype, header.numel, header.checksum
         return codec if codec.codes_rows and found == expected else None
 
-    def _rows_as_decoded(self, rows: Rows, group: int, mine: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
+    def _rows_as_decoded(self, equal: EqualParts, group: int, mine: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
         """What others would decode of this rank's own values."""
         if hop.ring:
-            return torch.stack(rows.of_group(group, mine))
-        frames, decoded = self._encode_rows(rows, group, mine, hop)
+            return torch.stack(equal.of_group(group, mine))
+        frames, decoded = self._encode_rows(equal, group, mine, hop)
         if decoded is None:
-            decoded = torch.empty(len(frames), rows.parts[rows.groups[group][0]].numel)
+            decoded = torch.empty(len(frames), equal.parts[equal.groups[group][0]].numel)
             self.codec._decode(frames[:, wire.HEADER_BYTES :], Context(), decoded, False)
         return decoded
 
@@ -386,7 +386,7 @@ class Places:
         start = int(self.starts[number])
         return (self.data if there is None else there)[start : start + int(self.sizes[number])]
 
-    def rows(self, runs: Sequence[Run]) -> torch.Tensor | None:
+    def rows(self, runs: Sequence[PartRun]) -> torch.Tensor | None:
         """Those of a group, as in `frames_of_group`."""
         return frames_of_group(self.data, self.starts, self.sizes, runs)
 

@@ -22,7 +22,7 @@ from ..peers.channel import Channel
 from ..rounds import Average, Rounds, averaging
 from ..topology import Topology
 from . import streams
-from .runner import HostProgram, HostRunner, Run, Sent, SentMessage, WhenAgreed, at_once
+from .runner import ChunkRun, HostProgram, HostRunner, Sent, SentMessage, WhenAgreed, at_once
 
 
 def submit_rounds(
@@ -81,7 +81,7 @@ class _RoundsRun:
     def __init__(self, channel: Channel, sent: _SentRounds, number: int) -> None:
         self.sent, self._channel, self._number = sent, channel, number
         self._rounds: Rounds | None = None
-        self._average: Run | None = None
+        self._average: ChunkRun | None = None
         self._stage = 0
 
     def stream(self) -> streams.Stream:
@@ -119,7 +119,7 @@ class _RoundsRun:
             watch.saw("coded", self._stage, number, sent.what)
             sent.outcome.coding += time.perf_counter() - began
         sent.outcome.collectives += 1
-        self._average = _averaging(Run, self._channel, sent, sent.what, flat.view(-1), self._number, self._stage)
+        self._average = _averaging(ChunkRun, self._channel, sent, sent.what, flat.view(-1), self._number, self._stage)
         return True
 
 
@@ -168,17 +168,17 @@ class _WorkRun:
         self._channel.watch.saw(kind, self._stage, self._number, self.sent.what)
 
 
-def _kind(channel: Channel) -> type[Run]:
+def _kind(channel: Channel) -> type[ChunkRun]:
     if not streams.are_needed(channel.device):
-        return Run
+        return ChunkRun
     from .from_device import DeviceRun
 
     return DeviceRun
 
 
 def _averaging(
-    kind: type[Run], channel: Channel, whole: Sent, what: str, flat: torch.Tensor, number: int, stage: int
-) -> Run:
+    kind: type[ChunkRun], channel: Channel, whole: Sent, what: str, flat: torch.Tensor, number: int, stage: int
+) -> ChunkRun:
     """The run of one round, which begins at a stage of the whole."""
     program = _prepared(whole.outcome.collectives, flat.numel(), flat.dtype, channel.topology)
     message = Message(program.program.names, flat.dtype, whole.message.rank, whole.message.world, whole.message.step)

@@ -235,7 +235,7 @@ class HostRunner:
         `begin` may complete the message, and wait for what is needed to do so; `agreed` waits until it is known that
         all ranks send the same, and `when_agreed` calls then. Values on a device are there when `ready` is.
         """
-        kind: type[Run] = Run
+        kind: type[ChunkRun] = ChunkRun
         device = values.tensors[0].device
         if streams.are_needed(device):
             from .from_device import DeviceRun, Offloaded
@@ -372,7 +372,7 @@ class Running(Protocol):
         ...
 
 
-class Run:
+class ChunkRun:
     """One chunk in one step, on this rank."""
 
     def __init__(

@@ -42,7 +42,7 @@ _WRONG = (
 _POISONED = 32
 
 
-class Row(NamedTuple):
+class StepResult(NamedTuple):
     """What came of a step."""
 
     step: int
@@ -159,7 +159,7 @@ class Checks:
     def unread(self) -> bool:
         return bool(self._sent)
 
-    def read(self, last: int | None = None, wait: bool = True) -> list[Row]:
+    def read(self, last: int | None = None, wait: bool = True) -> list[StepResult]:
         """The rows up to a step, or all; without `wait`, those that are there.
 
         PeerError: something is wrong, and what came after it is not to be used.
@@ -180,7 +180,7 @@ class Checks:
                 return found
         return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda"), self._module.Event()
 
-    def _parsed(self, sent: _Sent, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
+    def _parsed(self, sent: _Sent, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> StepResult:
         step, layout = sent.step, sent.layout
         world, whole, real = self._world, numbers.tolist(), numbers.view(np.float64).tolist()
         for number, text in enumerate(_WRONG):
@@ -203,7 +203,7 @@ class Checks:
             outcome.bytes_sent += bytes_sent
             outcome.noise += real[places.own]
             outcome.coarser += whole[places.own + 1]
-        return Row(step, sizes, outcome)
+        return StepResult(step, sizes, outcome)
 
     def _error(self, program: Program, step: int, status: Sequence[int]) -> PeerError:
         # A sum is poisoned by the frame that was wrong, so that this one comes first.

@@ -32,7 +32,7 @@ from ..program import REDUCE_SCATTER, Program, Recode
 from . import compensated
 from .compensated import CompensatedMessage
 from .message import DeviceMessage, StreamCodec
-from .part_rows import Layout, Rows
+from .part_rows import PartRows, RowLayout
 from .residuals import Piece
 
 
@@ -45,11 +45,11 @@ class RowCoder(ABC):
         """Before the frames of a step."""
 
     @abstractmethod
-    def encode(self, x: torch.Tensor, rows: Rows, frames: torch.Tensor, step: int) -> None:
+    def encode(self, x: torch.Tensor, rows: PartRows, frames: torch.Tensor, step: int) -> None:
         """Fills `frames`, a row of bytes each, with float32 values."""
 
     @abstractmethod
-    def decode(self, frames: torch.Tensor, rows: Rows, out: torch.Tensor, step: int) -> None:
+    def decode(self, frames: torch.Tensor, rows: PartRows, out: torch.Tensor, step: int) -> None:
         """Fills `out` with the numbers of frames, in float32; what fills rows up may become anything."""
 
 
@@ -57,7 +57,7 @@ class QuantizedRows(RowCoder):
     """Statistics of all stretches, then codes of all values."""
 
     def __init__(
-        self, codec: QuantizedCodec, layout: Layout, program: Program, rank: int, device: torch.device
+        self, codec: QuantizedCodec, layout: RowLayout, program: Program, rank: int, device: torch.device
     ) -> None:
         self._codec, self._dtype, self._rank = codec, program.dtype, rank
         self._head = 4 * codec.statistics * layout.stretches
@@ -71,7 +71,7 @@ class QuantizedRows(RowCoder):
             keys = np.array([draws_key(name, step, self._rank) for name in self._names], np.uint64)
             self._keys = compensated.upload(keys.view(np.int32).reshape(-1, 2).T.copy(), self._device)
 
-    def encode(self, x: torch.Tensor, rows: Rows, frames: torch.Tensor, step: int) -> None:
+    def encode(self, x: torch.Tensor, rows: PartRows, frames: torch.Tensor, step: int) -> None:
         codec = self._codec
         draws = rows.draws(self._keys, codec.draws) if codec.draws else None
         statistics, codes = codec.quantize(x, rows, draws, self._dtype)
@@ -80,7 +80,7 @@ class QuantizedRows(RowCoder):
         packed = pack(codes.view(-1), codec.width) if codec.width else pack_trits(codes.view(-1))
         frames[:, self._head :].copy_(packed.view(rows.frames, -1))
 
-    def decode(self, frames: torch.Tensor, rows: Rows, out: torch.Tensor, step: int) -> None:
+    def decode(self, frames: torch.Tensor, rows: PartRows, out: torch.Tensor, step: int) -> None:
         codec = self._codec
         head = frames[:, : self._head].view(torch.float32).view(rows.frames, codec.statistics, -1)
         statistics = [rows.spread(each.reshape(-1)) for each in head.unbind(1)]
@@ -92,20 +92,20 @@ class QuantizedRows(RowCoder):
 class CastRows(RowCoder):
     """Values rounded to 16 bits."""
 
-    def __init__(self, codec: Cast, layout: Layout) -> None:
+    def __init__(self, codec: Cast, layout: RowLayout) -> None:
         self._to, self.frame_bytes = codec.dtype, 2 * LANES * layout.rows
 
-    def encode(self, x: torch.Tensor, rows: Rows, frames: torch.Tensor, step: int) -> None:
+    def encode(self, x: torch.Tensor, rows: PartRows, frames: torch.Tensor, step: int) -> None:
         frames.view(self._to).view(x.shape).copy_(x)
 
-    def decode(self, frames: torch.Tensor, rows: Rows, out: torch.Tensor, step: int) -> None:
+    def decode(self, frames: torch.Tensor, rows: PartRows, out: torch.Tensor, step: int) -> None:
         out.copy_(frames.view(self._to).view(out.shape))
 
 
 class ScaledRows(RowCoder):
     """Block-scaled codes, by the kernels that also make them without residuals."""
 
-    def __init__(self, codec: Scaled, layout: Layout, program: Program, rank: int) -> None:
+    def __init__(self, codec: Scaled, layout: RowLayout, program: Program, rank: int) -> None:
         self._form, self._layout, self._program = codec.form, layout, program
         self._offset = noise_layout.offset_of(rank, program.world)
         owners = range(layout.table.owners)
@@ -115,14 +115,14 @@ class ScaledRows(RowCoder):
         self._most = torch.finfo(program.dtype).max
         self._launches: dict[tuple[str, int, int], Launch] = {}  # tables name memory that stays where it is
 
-    def encode(self, x: torch.Tensor, rows: Rows, frames: torch.Tensor, step: int) -> None:
+    def encode(self, x: torch.Tensor, rows: PartRows, frames: torch.Tensor, step: int) -> None:
         self._launch("scaled_encode", x, rows, frames)(step)
 
-    def decode(self, frames: torch.Tensor, rows: Rows, out: torch.Tensor, step: int) -> None:
+    def decode(self, frames: torch.Tensor, rows: PartRows, out: torch.Tensor, step: int) -> None:
         self._launch("scaled_decode", out, rows, frames)(step)
         out.clamp_(-self._most, self._most)  # a code may stand for more than a type of 16 bits holds
 
-    def _launch(self, kernel: str, x: torch.Tensor, rows: Rows, frames: torch.Tensor) -> Launch:
+    def _launch(self, kernel: str, x: torch.Tensor, rows: PartRows, frames: torch.Tensor) -> Launch:
         key = kernel, x.data_ptr(), frames.data_ptr()
         if key not in self._launches:
             table = np.zeros(len(rows.parts), PART)
@@ -167,9 +167,9 @@ class CodedMessage(CompensatedMessage):
         device, world = buffer.device, program.world
         self.scatters = program.route == NAMED["alltoall"] or program.route == REDUCE_SCATTER
         table = program.dealt if self.scatters else program.dealt.joined()
-        layout = Layout(table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
-        self._all = Rows(layout, range(table.owners), device)
-        self._mine = Rows(layout, [rank], device) if self.scatters else self._all
+        layout = RowLayout(table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
+        self._all = PartRows(layout, range(table.owners), device)
+        self._mine = PartRows(layout, [rank], device) if self.scatters else self._all
         own, sums = (
             [Piece(p.tensor, p.start, p.stop, at) for p, at in zip(rows.parts, rows.firsts)]
             for rows in (self._all, self._mine)
@@ -240,7 +240,7 @@ def _stage(program: Program, part: Part) -> str:
     return stage_of(program.hop(recode.target), part)
 
 
-def _coder(codec: Codec, layout: Layout, program: Program, rank: int, device: torch.device) -> RowCoder:
+def _coder(codec: Codec, layout: RowLayout, program: Program, rank: int, device: torch.device) -> RowCoder:
     if isinstance(codec, QuantizedCodec):
         return QuantizedRows(codec, layout, program, rank, device)
     if isinstance(codec, Cast):

@@ -22,7 +22,7 @@ from ..parts import Column, Part, Table
 _MULTIPLE = 5  # rows of a frame: five ternary digits make a byte
 
 
-class Layout:
+class RowLayout:
     """What all frames of a message have in common."""
 
     def __init__(self, table: Table, stretch: int | None) -> None:
@@ -41,10 +41,10 @@ class Layout:
         return [min(self.stretch, numel - at) for numel in parts for at in range(0, numel, self.stretch)]
 
 
-class Rows:
+class PartRows:
     """The rows of some frames: those of these owners, one after the other."""
 
-    def __init__(self, layout: Layout, owners: Sequence[int], device: torch.device) -> None:
+    def __init__(self, layout: RowLayout, owners: Sequence[int], device: torch.device) -> None:
         self._layout, self._device, self.owners, self.frames = layout, device, owners, len(owners)
         self.parts: list[Part] = []
         self.firsts: list[int] = []  # value of each part among all of them

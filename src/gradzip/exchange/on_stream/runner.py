@@ -36,7 +36,7 @@ from .. import plain
 from ..compiler import compile_route
 from ..program import Program
 from ..topology import Topology
-from .checks import Checks, Row
+from .checks import Checks, StepResult
 from .factors import FactorMessage
 from .message import Checked, DeviceMessage, StreamCodec
 from .slots import LATE, OWN, SUM, Largest, Slots
@@ -201,7 +201,7 @@ class StreamRunner:
         compare_results: bool = False,
         scale: float = 1.0,
         then: Callable[[torch.Tensor], None] | None = None,
-    ) -> list[Row]:
+    ) -> list[StepResult]:
         """Before the first bucket; returns what became known of earlier steps. PeerError: one of them was wrong.
 
         `scale` is the loss scale of the gradients. `then` is called when all is enqueued, before DDP gets any bucket,
@@ -232,7 +232,7 @@ class StreamRunner:
             self._shapes_version, self._uses_shapes = object(), use_shapes
         return rows
 
-    def settle(self) -> list[Row]:
+    def settle(self) -> list[StepResult]:
         """Waits for the step that decides what Memory holds, if there is one; what became known by that."""
         return [] if self._open is None else self._read(self._open)
 
@@ -446,15 +446,15 @@ class StreamRunner:
 
     # -- what became of it --------------------------------------------------------------------------------------
 
-    def drain(self) -> list[Row]:
+    def drain(self) -> list[StepResult]:
         """Waits for all that was enqueued; what became known of it. PeerError: something was wrong."""
         return self._read(None)
 
-    def look(self) -> list[Row]:
+    def look(self) -> list[StepResult]:
         """The same without waiting: what is known by now."""
         return self._read(None, wait=False)
 
-    def _read(self, last: int | None, wait: bool = True) -> list[Row]:
+    def _read(self, last: int | None, wait: bool = True) -> list[StepResult]:
         with self._reading:
             rows = self._checks.read(last, wait)
             self._late += [(row.step, row.sizes) for row in rows]
