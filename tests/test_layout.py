@@ -28,16 +28,11 @@ LAYERS = {
     "engines": 2,
     "codecs": 3,
     "sensitivity": 3,
-    "checks": 3,
     "feedback": 4,
-    "refresh": 4,
     "plan": 4,
     "policy": 4,
     "accordion": 5,
     "exchange": 5,
-    "gradients": 6,
-    "backward": 7,
-    "streamed": 7,
     "planner": 9,
     "hooks": 10,
     "capture": 10,
@@ -51,6 +46,14 @@ LAYERS = {
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_layers_are_those_of_the_package_and_of_the_contributors_map() -> None:
+    assert LAYERS.keys() == {_part(path.relative_to(PACKAGE)) for path in MODULES}
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    lines = page.split("## Layers")[1].split("```")[1].strip().splitlines()
+    named = [name for line in lines for name in line.split("  ")[0].split(", ")]
+    assert sorted(named) == sorted(LAYERS.keys() - {"", "__main__"})
 
 
 def test_no_module_escapes_the_tests() -> None:
