@@ -1,6 +1,7 @@
 """Policies: which Option a gradient gets.
 
-All ranks must answer alike; a difference is noticed at the first exchange of a step and raised on every rank.
+All ranks must answer alike. The host runner compares the answers in each step, the stream runner when they change. If
+they differ, every rank raises.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TINY = 1024  # values; below this, an exchange costs the same whatever it carrie
 
 @runtime_checkable
 class Policy(Protocol):
-    """Asked once per step and parameter."""
+    """Asked in each step for each parameter; `Fixed`, `Rules` and `Plan`, which always answer alike, once."""
 
     def option(self, name: str, shape: Sequence[int]) -> Option:
         """How the gradient of the parameter of that name and shape travels."""

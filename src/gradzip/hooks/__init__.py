@@ -1,9 +1,10 @@
 """attach: gradient exchange for DistributedDataParallel.
 
 entry         attach itself: what it accepts, environment variables, the hook that DDP calls
+default       the policy that attach takes where none is named
 handle        what attach returns: steps, statistics, checkpoints
 runners       which runner carries the gradients of a step
-ways          what each gradient goes through under a policy
+ways          finds what each gradient goes through under a policy
 buckets       the gradients in DDP's buckets, by name
 settings      environment variables, and whether ranks set them alike
 checkpoint    states from torch.distributed.checkpoint, and on another number of ranks

@@ -226,7 +226,10 @@ def _compare_settings(
     transport: str | None,
     taken: Default | None,
 ) -> None:
-    """Policies themselves are compared with every step; these settings decide whether ranks meet there at all."""
+    """These settings decide whether ranks meet at all.
+
+    Policies are compared later: by the host runner in each step, by the stream runner when they change.
+    """
     alike = {
         SWITCH: "off" if _switched_off() else "on",
         CHECK: "1" if checks_results() else "",

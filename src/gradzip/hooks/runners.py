@@ -1,7 +1,8 @@
 """Which runner carries the gradients of a step: see exchange/on_stream/runner.py and exchange/on_host/runner.py.
 
 Streams do where NCCL is the group's backend for GPUs, torch is new enough, and they can carry every gradient. All else
-goes by the host, over Gloo.
+goes by the host, over Gloo, but for models that are not compressed, whose sums are left to torch. `noise` on a GPU goes
+by streams or is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def choose(
     if reason is None and other is not None and other is not way:
         reason = (
             f"other gradients of the model have {other.kind}, which streams cannot carry here, and on a GPU the two "
-            "cannot be mixed: use noise, int8, int4, fp8, cast and identity for all of them"
+            "cannot be mixed: use codecs that streams carry for all of them (docs/design.md, Exchange)"
         )
     raise Unsupported(f"{way.codec} on {device}, for {name!r}: {why}{'' if reason is None else f', and {reason}'}")
 

@@ -1,4 +1,4 @@
-"""Runs programs on the host: over Gloo, from and to the memory of the CPU.
+"""Runs programs on threads of the host, over Gloo. Values lie on the CPU, or on a GPU (from_device.py).
 
 A message is cut into chunks that go through three threads one behind the other: the first encodes and starts to send,
 the next waits for what comes, adds it up and sends the sum on, the last one waits for the sums and decodes them. While

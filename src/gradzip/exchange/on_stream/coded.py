@@ -1,4 +1,4 @@
-"""Messages on the stream runner whose parts are coded one by one, by codecs whose frames have a known size.
+"""Messages on the stream runner of codecs that code each part by itself, in frames of a known size.
 
 What the host codes as a frame for each part (generic.py) lies in one frame for each owner here, without headers, and is
 coded for all parts at once: values are copied to rows (part_rows.py), and every step is an operation on all of them. By
