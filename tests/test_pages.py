@@ -20,6 +20,21 @@ def test_every_page_is_in_the_site() -> None:
     assert sorted(re.findall(r"([\w-]+\.md)", navigation)) == [page.name for page in PAGES]
 
 
+@pytest.mark.parametrize("name", ["how-it-works.md", "new-codec.md"])
+def test_files_and_names_of_the_code_that_pages_speak_of_exist(name: str) -> None:
+    sources = [path for folder in (PACKAGE, ROOT / "native", ROOT / "tests") for path in folder.rglob("*.*")]
+    code = "\n".join(path.read_text() for path in sources if path.suffix == ".py")
+    spoken_of = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text())
+    files = {text for text in spoken_of if re.fullmatch(r"[\w/]+\.(py|cuh|cpp)", text)}
+    assert len(files) > 8
+    assert [text for text in files if not any(f"/{path.as_posix()}".endswith(f"/{text}") for path in sources)] == []
+    names = {
+        word for text in {*spoken_of} - files for word in text.split(".") if re.fullmatch(r"[A-Z]\w+|\w*_\w+", word)
+    }
+    assert len(names) > 8
+    assert [word for word in names if not re.search(rf"\b{word}\b", code)] == []
+
+
 def test_examples_of_the_readme_and_quick_start_name_real_things() -> None:
     """Every `gradzip.name` in them exists."""
     for page in (ROOT / "README.md", ROOT / "docs/quickstart.md"):
