@@ -97,7 +97,7 @@ def exchange(options: argparse.Namespace) -> Iterator[Case]:
     """The captured gradient, as one tensor."""
     bench = net.Bench(net.shared(builtin() if dist.get_rank() == 0 else None), torch.device("cpu"))
     codecs = [Option.parse(codec) for codec in options.codecs.split(";")]
-    for way in [bench._native()[0], *(bench._way(codec, bench.channel) for codec in codecs)]:
+    for way in [bench._native()[0], *(bench._way(codec) for codec in codecs)]:
         bench._verify(way)
         named = {"codec": way.name, "route": way.route, "bytes": bench.own.nbytes}
         yield named, functools.partial(bench.result.copy_, bench.own), way.run
