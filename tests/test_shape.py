@@ -64,7 +64,7 @@ def test_engines_make_the_same_shapes() -> None:
 
     def call(engine: ModuleType) -> None:
         outs = [torch.full((second.numel() + 64,), 99, dtype=torch.int8) for second in seconds]
-        fit = engine.shapes_of(seconds, [out[: second.numel()] for out, second in zip(outs, seconds)])
+        fit = engine.Shaper(seconds, [out[: second.numel()] for out, second in zip(outs, seconds)]).run()
         assert fit == [shape is not None for shape in expected]
         for out, second, shape in zip(outs, seconds, expected):
             assert bool((out[second.numel() :] == 99).all()), "written behind the end"

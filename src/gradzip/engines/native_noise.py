@@ -120,17 +120,26 @@ def measure(parts: Sequence[Part]) -> Measured:
     return Measured(out["squares"], out["weights"], out["finite"] != 0)
 
 
-def shapes_of(seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[bool]:
-    """Writes the shapes that flat float32 second moments give; whether each is fit for one."""
-    addresses = np.array([[x.data_ptr() for x in seconds], [out.data_ptr() for out in outs]], np.uint64)
-    counts, found = np.array([x.numel() for x in seconds], np.uint64), np.zeros(len(seconds), np.uint8)
-    _checked(
-        _library.gz_noise_shapes(
-            addresses[0].ctypes.data, counts.ctypes.data, addresses[1].ctypes.data, found.ctypes.data, len(seconds),
-            native.threads(),
+class Shaper:
+    """Shapes of tensors from their second moments, flat float32 ones, for as long as all stay where they are."""
+
+    def __init__(self, seconds: Sequence[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
+        self._held = seconds, shapes
+        self._seconds = np.array([second.data_ptr() for second in seconds], np.uint64)
+        self._shapes = np.array([shape.data_ptr() for shape in shapes], np.uint64)
+        self._counts = np.array([second.numel() for second in seconds], np.uint64)
+        self._fit = np.zeros(len(seconds), np.uint8)
+
+    def run(self) -> list[bool]:
+        """Writes the shapes; whether each tensor is fit for one."""
+        seconds, shapes = self._seconds.ctypes.data, self._shapes.ctypes.data
+        _checked(
+            _library.gz_noise_shapes(
+                seconds, self._counts.ctypes.data, shapes, self._fit.ctypes.data, len(self._fit), native.threads()
+            )
         )
-    )  # fmt: skip
-    return [bool(one) for one in found]
+        fit: list[bool] = self._fit.astype(bool).tolist()
+        return fit
 
 
 def encode(

@@ -110,16 +110,22 @@ def _ordered_sum(terms: npt.NDArray[np.float64]) -> float:
     return float(terms[0]) if terms.size else 0.0
 
 
-def shapes_of(seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> list[bool]:
-    """Writes the shapes that flat float32 second moments give; whether each is fit for one."""
-    found = []
-    for second, out in zip(seconds, outs):
-        bits = second.numpy().view(np.uint32)  # ordered like the values; those of negative ones are above all others
-        most = int(bits.max(initial=0))
-        found.append(0 < most < 0x7F800000)
-        if found[-1]:
-            out.numpy()[:] = np.maximum((bits >> 24).astype(np.int64) - (most >> 24), DEEPEST)
-    return found
+class Shaper:
+    """Shapes of tensors from their second moments, flat float32 ones."""
+
+    def __init__(self, seconds: Sequence[torch.Tensor], shapes: Sequence[torch.Tensor]) -> None:
+        self._seconds, self._shapes = seconds, shapes
+
+    def run(self) -> list[bool]:
+        """Writes the shapes; whether each tensor is fit for one."""
+        fit = []
+        for second, shape in zip(self._seconds, self._shapes):
+            bits = second.numpy().view(np.uint32)  # ordered like the values; negative ones are above all others
+            most = int(bits.max(initial=0))
+            fit.append(0 < most < 0x7F800000)
+            if fit[-1]:
+                shape.numpy()[:] = np.maximum((bits >> 24).astype(np.int64) - (most >> 24), DEEPEST)
+        return fit
 
 
 # --- Rounding ---------------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from .. import engines
-from ..engines.cuda.noise import Shaper
+from ..engines.cuda import noise as kernels
 from . import moments
 from .moments import Moment
 from .survey import fetch
@@ -29,17 +29,20 @@ _SAMPLED = 64  # values of each tensor that ranks compare in a step, others in t
 
 
 class _Kept(NamedTuple):
-    """A second moment that the kernels read, and where the optimizer keeps it."""
+    """A second moment that is read in each step, and where the optimizer keeps it."""
 
     parameter: torch.Tensor
     name: str
     state: Mapping[str, Any]
     key: str
     second: torch.Tensor  # what was found under that key
+    address: int  # of that
     copy: torch.Tensor | None  # in float32 and in the order of memory, where the optimizer has it otherwise
 
     def is_there(self) -> bool:
-        return self.state.get(self.key) is self.second if self.copy is None else self.key in self.state
+        if self.copy is not None:
+            return self.key in self.state
+        return self.state.get(self.key) is self.second and self.second.data_ptr() == self.address
 
 
 class _States(NamedTuple):
@@ -98,32 +101,22 @@ class SecondMoments:
         self._sampled: _Sampled | None = None  # what ranks compare of it
         self._moments: dict[str, Moment] = {}  # where they come from
         self._settled: dict[str, torch.Tensor] = {}  # second moments that have seen enough steps
-        self._shapes: dict[str, torch.Tensor | None] = {}
+        self._shapes: dict[str, torch.Tensor] = {}
+        self._shaped = self._shapes, torch.zeros(len(names), dtype=torch.bool)  # which of all gradients are in there
         self._on_stream = on_stream
-        self._kept: list[_Kept] = []  # what the kernels were prepared for
-        self._shaper: Shaper | None = None
-        self._is_new = True  # the kernels were never prepared
+        self._kept: list[_Kept] = []  # what the shaper was made for
+        self._shaper: _Shaper | None = None
+        self._fit: list[bool] | None = None  # of those, whether each gives a shape, where the host knows
+        self._is_new = True  # there was never a shaper
         self._waiting: list[_Waiting] = []  # those whose second moments have not seen enough steps
-        self._states: list[_States] = []  # what optimizers kept when the kernels were prepared
+        self._states: list[_States] = []  # what optimizers kept when it was made
         self._counted: dict[torch.Tensor, float] = {}  # steps that are counted on a GPU
 
     def renew(self) -> bool:
-        """Takes the state as it is now; True if other tensors have a shape than before."""
-        if self._on_stream:
-            return self._renew_on_stream()
-        before, seconds = self._shapes, dict[str, torch.Tensor]()
-        self._waiting = []
-        for parameter, name in self._names.items():
-            second = self._second(parameter, name)
-            if second is not None:
-                seconds[name] = second
-        places = [self._place(name, second.numel()) for name, second in seconds.items()]
-        fit = shapes_of(list(seconds.values()), places, self._scratch)
-        self._shapes = {name: place for name, place, fits in zip(seconds, places, fit) if fits}
-        return self._shapes.keys() != before.keys()
+        """Takes the state as it is now; True if other tensors have a shape than before.
 
-    def _renew_on_stream(self) -> bool:
-        """Launches the kernels that were prepared; they are prepared again when the optimizer's state has moved."""
+        What finds second moments takes microseconds a tensor: it is done again only when the state has moved.
+        """
         before = self._shapes
         if self._is_new or self._has_moved():
             self._prepare()
@@ -132,12 +125,14 @@ class SecondMoments:
                 second = self._second(kept.parameter, kept.name)
                 if second is not None:
                     kept.copy.copy_(second)
-        if self._shaper is not None:
-            self._shaper.run()
+        fit = None if self._shaper is None else self._shaper.run()
+        if fit is not None and fit != self._fit:
+            self._fit = fit
+            self._shapes = {kept.name: self._places[kept.name] for kept, fits in zip(self._kept, fit) if fits}
         return self._shapes.keys() != before.keys()
 
     def _has_moved(self) -> bool:
-        """Whether other second moments count than those which the kernels were prepared for."""
+        """Whether other second moments count than those which the shaper was made for."""
         if any(states.have_changed() for states in self._states):  # load_state_dict makes new ones
             return True
         if any(waiting.may_be_over(self._state(waiting.parameter)) for waiting in self._waiting):
@@ -145,11 +140,12 @@ class SecondMoments:
         return not all(kept.is_there() for kept in self._kept)
 
     def _prepare(self) -> None:
-        """Finds the second moments that have seen enough steps, and prepares the kernels for them."""
+        """Finds the second moments that have seen enough steps, and makes a shaper for them."""
         self._states = [_States.of(optimizer) for optimizer in self._optimizers]
         counts = [state["step"] for p in self._names if (state := self._state(p)) and _is_on_gpu(state.get("step"))]
         self._counted = dict(zip(counts, fetch(counts)))  # with one transfer
         self._kept, self._shapes, self._shaper, self._is_new, self._waiting = [], {}, None, False, []
+        self._fit = None
         seconds = []
         for parameter, name in self._names.items():
             second, state = self._second(parameter, name), self._state(parameter)
@@ -159,11 +155,20 @@ class SecondMoments:
             second = second.contiguous()
             held: torch.Tensor = state[key]
             copy = None if second.data_ptr() == held.data_ptr() else second  # of 16 bits, or made of factors
-            self._kept.append(_Kept(parameter, name, state, key, held, copy))
+            self._kept.append(_Kept(parameter, name, state, key, held, held.data_ptr(), copy))
             seconds.append(second)
             self._shapes[name] = self._place(name, parameter.numel())
         if seconds:
-            self._shaper = Shaper(seconds, [self._places[kept.name] for kept in self._kept])
+            places = [self._places[kept.name] for kept in self._kept]
+            self._shaper = self._shaper_of(seconds, places)
+
+    def _shaper_of(self, seconds: list[torch.Tensor], places: list[torch.Tensor]) -> _Shaper:
+        if self._on_stream:
+            return kernels.Shaper(seconds, places)
+        if seconds[0].device.type == "cpu":
+            shaper: _Shaper = engines.noise("cpu").Shaper(seconds, places)
+            return shaper
+        return _OneByOne(seconds, places, self._scratch)
 
     def free(self) -> None:
         """Lets go of all shapes; they are made again where they are asked for."""
@@ -195,8 +200,10 @@ class SecondMoments:
             return torch.ones(len(self._names), dtype=torch.int64)
         if self._sampled is None:
             self._sampled = _Sampled.of([place.numel() for place in self._places.values()])
-        has_one = [self._shapes.get(name) is not None for name in self._names.values()]
-        return torch.where(torch.tensor(has_one), self._sampled.sums(self._flat, step), 1)
+        shapes = self._shapes
+        if self._shaped[0] is not shapes:
+            self._shaped = shapes, torch.tensor([name in shapes for name in self._names.values()])
+        return torch.where(self._shaped[1], self._sampled.sums(self._flat, step), 1)
 
     def _second(self, parameter: torch.Tensor, name: str) -> torch.Tensor | None:
         """The second moment of a parameter, flat, in float32 and in the order of memory; None: there is none yet."""
@@ -243,15 +250,20 @@ class SecondMoments:
         return self._places[name]
 
 
-def shapes_of(
-    seconds: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], scratch: torch.Tensor | None = None
-) -> list[bool]:
-    """`shape_of` for many tensors on one device: whether each has a shape, which is then in its `out`."""
-    if seconds and seconds[0].device.type == "cpu":
-        dense = [second.contiguous() for second in seconds]
-        found: list[bool] = engines.noise("cpu").shapes_of(dense, outs)
-        return found
-    return [shape_of(second, out, scratch) is not None for second, out in zip(seconds, outs)]
+class _Shaper(Protocol):
+    def run(self) -> list[bool] | None:
+        """Makes the shapes; whether each second moment is fit for one, if the host knows."""
+        ...
+
+
+class _OneByOne:
+    """Shapes of tensors on any device."""
+
+    def __init__(self, seconds: list[torch.Tensor], shapes: list[torch.Tensor], scratch: torch.Tensor | None) -> None:
+        self._pairs, self._scratch = list(zip(seconds, shapes)), scratch
+
+    def run(self) -> list[bool]:
+        return [shape_of(second, shape, self._scratch) is not None for second, shape in self._pairs]
 
 
 def shape_of(
