@@ -30,8 +30,8 @@ DAMAGED = {"a corrupt frame": slice(48, 72), "a corrupt table": slice(16, 24), "
 PLAIN = "kill in plain training"
 BY_SIGNAL = dict.fromkeys(("kill", PLAIN, "kill the store's host"), signal.SIGKILL) | {"stop": signal.SIGSTOP}
 # What carries data: the host runner, from memory of the CPU, of a stand-in of a GPU (fake_gpu.py), of a GPU, and with
-# frames for whole messages; and the stream runner, over the model's own NCCL group.
-WAYS = ("gloo", "stand-in", "gpu", "noise", "stream")
+# frames for whole messages; sums of sparse gradients; and the stream runner, over the model's own NCCL group.
+WAYS = ("gloo", "stand-in", "gpu", "noise", "sparse", "stream")
 ON_GPU = ("gpu", "stream")
 FAULTS = (*BY_SIGNAL, LINK_DOWN, "another codec", *DAMAGED, "an exception", "asleep")
 
@@ -60,8 +60,14 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=3 * NAP))
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(device)
-    model = DistributedDataParallel(net)
+    first = nn.EmbeddingBag(256, 512, sparse=True) if way == "sparse" else nn.Linear(256, 512)
+    model = DistributedDataParallel(nn.Sequential(first, nn.ReLU(), nn.Linear(512, 64)).to(device))
+
+    def loss_of() -> torch.Tensor:
+        x = torch.randint(256, (8, 16)) if way == "sparse" else torch.randn(8, 256, device=device)
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
     coded = "noise" if way in ("noise", "stream") else "gcomp:mode=lossless"
     usual = gradzip.Fixed("identity") if fault == PLAIN else coded
     policy = "cast" if fault == "another codec" and is_victim else usual
@@ -73,7 +79,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
         handle = gradzip.attach(model, None, policy, heartbeat=heartbeat)
         # In its first steps DDP has exchanges of its own, for which it answers itself.
         for _ in range(0 if fault == "another codec" else 3):
-            model(torch.randn(8, 256, device=device)).square().mean().backward()
+            loss_of().backward()
         start, steps = time.monotonic(), 0
         say({"ready": rank})
         while steps < 6 if fault == "asleep" else time.monotonic() - start < 20:
@@ -81,7 +87,7 @@ def rank_main(say: Callable[[dict[str, Any]], None]) -> None:
                 happen(fault)
                 said["happened"] = time.time()
                 is_victim = False
-            loss = model(torch.randn(8, 256, device=device)).square().mean()
+            loss = loss_of()
             loss.backward()
             loss.item()  # waits for the GPU, as users do
             steps += 1

@@ -52,6 +52,16 @@ def test_all_ranks_learn_of_an_accident_in_the_host_runner(fault: str) -> None:
     check(fault, "noise")
 
 
+def test_all_ranks_learn_of_an_accident_in_sparse_sums() -> None:
+    check("kill", "sparse")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill the store's host", "stop", "an exception"])
+def test_all_ranks_learn_of_other_accidents_in_sparse_sums(fault: str) -> None:
+    check(fault, "sparse")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill the store's host", "stop", LINK_DOWN, *list(DAMAGED)[1:], "asleep"])
 def test_all_ranks_learn_of_other_accidents_in_the_host_runner(fault: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import PeerError
 from ...feedback import Memory
 from ...sensitivity.shape import SecondMoments
 from ...spans import until
@@ -190,7 +191,7 @@ class HostBackward:
             return mean
         except Exception as error:
             outcome.error = self.channel.explained(Broken(None, error))
-            raise
+            raise PeerError(str(outcome.error)) from error
         finally:
             self._ended(None, SPARSE, outcome)
 

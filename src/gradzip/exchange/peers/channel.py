@@ -175,7 +175,7 @@ class Channel:
         self._told.set()
         for worker in self.workers:
             worker.fail(error)
-        self.gloo.close()
+        self.gloo.close(sparse=False)  # maybe on their thread
         self.health.stop()
 
     def wait_told(self) -> None:

@@ -147,11 +147,15 @@ class Gloo:
         for connections in list(self._sockets.values()):
             sockets.shut_down(connections)
 
-    def close(self) -> None:
-        """Drops the connections; nothing may be under way."""
+    def close(self, sparse: bool = True) -> None:
+        """Drops the connections; nothing may be under way. `sparse`: those of sparse sums as well.
+
+        These have a thread that calls back: if that dropped them, it would wait for itself, and the process would end.
+        """
         self._senders.stop()
-        self._groups.clear()
-        self._sockets.clear()
+        for name in [name for name in self._groups if sparse or name != "sparse"]:
+            self._groups.pop(name)
+            self._sockets.pop(name, None)
 
     def disown(self) -> None:
         """For a forked child: these connections are its parent's. They are neither closed here nor destroyed, as Gloo
