@@ -68,7 +68,7 @@ def time_the_hook() -> None:
     """Adds up what passes inside of the handle while backward waits for it."""
     inner = gradzip.Handle.reduce
 
-    def timed(handle: gradzip.Handle, bucket: object) -> object:
+    def timed(handle: gradzip.Handle, bucket: dist.GradBucket) -> object:
         global _hook_seconds
         begin = time.perf_counter()
         try:

@@ -103,7 +103,7 @@ class Codec:
 _flush = torch.empty(64 << 20, device=DEVICE)
 
 
-def gpu_time(call: Callable[[], None], runs: int = 15) -> float:
+def gpu_time(call: Callable[[], object], runs: int = 15) -> float:
     """Seconds."""
     found = []
     for _ in range(runs + 3):
@@ -138,8 +138,10 @@ def report(values: int, share: float, dtype: torch.dtype = torch.float32) -> Non
     print(f"{size / 2**20:7.0f} MiB {kind} share {share:g}: {bits:.3f} bits")
     for name, took in ("encode", encode), ("decode", decode):
         print(f"            {name:16s} {took * 1e6:8.1f} us {size / took / 1e9:6.0f} GB/s")
-    calls = [("measure", codec.measurer.run), *zip(("encode", "coarsen", "place"), codec.encoder.calls)]
-    for name, call in [*calls, *zip(("open", "decode"), codec.decoder.calls)]:
+    calls: list[tuple[str, Callable[[int], None]]] = [("measure", codec.measurer.run)]
+    calls += zip(("encode", "coarsen", "place"), codec.encoder.calls)
+    calls += zip(("open", "decode"), codec.decoder.calls)
+    for name, call in calls:
         print(f"              {name:14s} {gpu_time(partial(call, 3)) * 1e6:8.1f} us")
     host = host_time(codec.encode), host_time(codec.decode)
     print(f"            host: encode {host[0] * 1e6:.0f} us, decode {host[1] * 1e6:.0f} us", flush=True)

@@ -192,7 +192,7 @@ def primitives(device: torch.device) -> str:
         "wait_stream": lambda: streams[0].wait_stream(streams[1]),
         "the same by a kept event": lambda: (event.record(streams[1]), event.wait(streams[0])),
         "with stream": enter,
-        "Future(devices), set_result": lambda: torch.futures.Future(devices=[device]).set_result(small),
+        "Future(devices), set_result": lambda: torch.futures.Future[Any](devices=[device]).set_result(small),
         "all_to_all, wait": lambda: dist.all_to_all_single(received, sent, async_op=True).wait(),
         "all_to_all of the group, wait": lambda: on_stream.all_to_all(received, sent, dist.group.WORLD).wait(),
         "all_gather of the group, wait": lambda: on_stream.all_gather(received, sent[:1024], dist.group.WORLD).wait(),

@@ -131,10 +131,10 @@ def powersgd(read: Results) -> str:
 def accordion(read: Results) -> str:
     rows, lines, orders = read("accordion/results.csv"), list[list[str]](), list[str]()
     tables = [(task, net, published.ACCORDION[task]) for task, net in NETS.items()]
-    for task, theirs in (*published.ACCORDION_LONG.items(), *published.ACCORDION_TOP_K.items()):
-        known = {name: figures for name, figures in theirs.items() if of(rows, task=task, row=name)}
-        if known and list(known) == list(theirs):
-            tables.append((task, f"{NETS[task.removesuffix('-300')]}, 300 epochs", theirs))
+    for task, in_paper in (*published.ACCORDION_LONG.items(), *published.ACCORDION_TOP_K.items()):
+        known = {name: figures for name, figures in in_paper.items() if of(rows, task=task, row=name)}
+        if known and list(known) == list(in_paper):
+            tables.append((task, f"{NETS[task.removesuffix('-300')]}, 300 epochs", in_paper))
     for task, net, in_paper in tables:
         paper: dict[str, Published | None] = dict(in_paper)
         if task.startswith("accordion-vgg19bn"):

@@ -34,11 +34,12 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 from series import append, shared_gpu  # noqa: E402
-from workers import noise, paired, paired_tasks  # noqa: E402
+from workers import noise, paired, paired_tasks, tasks  # noqa: E402
 
 RESULTS = HERE / "noise/results.csv"
 GPU, TOGETHER = "NVIDIA H200", 8  # whose times plan the queue, and how many single runs share it
-SINGLE = {**paired.PHOTOS, **paired_tasks.PAIRED_TASKS}  # tasks that are trained run by run, several side by side
+# Tasks that are trained run by run, several side by side.
+SINGLE: dict[str, paired.Photos | type[tasks.Task]] = {**paired.PHOTOS, **paired_tasks.PAIRED_TASKS}
 # Seconds of a run, until rows say better; the first name that a task begins with.
 GUESS = {"gpt-batch8": 12.0, "gpt-11m": 16.0, "gpt-muon": 4.0, "gpt2": 60.0, "gpt": 5.0, "cifar": 45.0, "sst2": 40.0}
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Emulator:
 
     def __init__(self) -> None:
         self.launched: list[str] = []
-        self._functions: dict[str, ctypes._CFuncPtr] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._one_at_a_time = threading.Lock()
 
     def bind(

@@ -6,7 +6,7 @@ It follows the routes of the exchange (decode, add in the order of ranks, divide
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +66,10 @@ class Workers:
         self._states: list[dict[str, dict[str, Any]]] = [{} for _ in range(world)]
 
     def mean(
-        self, gradients: dict[str, list[torch.Tensor]], codecs: dict[str, str | Codec], floors: dict[str, Floor | None]
+        self,
+        gradients: dict[str, list[torch.Tensor]],
+        codecs: Mapping[str, str | Codec],
+        floors: dict[str, Floor | None],
     ) -> dict[str, torch.Tensor]:
         """What all ranks get for gradients[name][rank], each parameter by its own codec. Ends the step."""
         means, late = {}, dict[Codec, list[str]]()

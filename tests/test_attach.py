@@ -87,7 +87,7 @@ def odd_layouts() -> dict[str, bool]:
     for policy in ("none", *exact, *close):
         torch.manual_seed(3)
         net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 9, 64), Transposed())
-        net.to(memory_format=torch.channels_last)
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack memory_format
         assert not net[0].weight.is_contiguous()
         assert not net[3].weight.is_contiguous()
         model = DistributedDataParallel(net)
@@ -126,7 +126,7 @@ def nothing_is_lost(name: str) -> float:
                 continue
             where = stage.split("/")[2]  # gradient, or the part of a sum that this rank forms: sum1.0-640
             first, _, end = where.partition(".")[2].partition("-")
-            held.view(-1)[int(first or 0) : int(end or held.numel())] += residual.view(-1)
+            held.view(-1)[int(first or 0) : int(end or held.numel())] += torch.as_tensor(residual).view(-1)
         dist.all_reduce(held)
         arrived = torch.stack([s[i] for s in sent]).sum(0)
         error = max(error, float((arrived + held / 2 - total[i]).norm() / total[i].norm()))
@@ -197,7 +197,7 @@ def alone() -> bool:
     return exact and counted["bytes_sent"] == 0 and counted["steps"] == 1 and lossy
 
 
-def coded_alone(net: nn.Module, group: dist.ProcessGroup, x: torch.Tensor) -> bool:
+def coded_alone(net: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor) -> bool:
     """A lossy codec leaves a single rank's gradient as it is, unless it is asked to code; dgc gives a momentum."""
     seen = {}
     for codec, asked in (("topk:ratio=0.1", "0"), ("topk:ratio=0.1", "1"), ("powersgd:rank=1", "0"), ("dgc", "0")):

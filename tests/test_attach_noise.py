@@ -370,11 +370,12 @@ def test_a_rank_that_is_gone_ends_training_on_the_others() -> None:
 def refused(rank: int) -> dict[str, str]:
     quiet()
     said = {}
-    for name, (policy, options) in {
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "float64": ("noise", {"dtype": torch.float64}),
         "route": (Fixed("noise/hierarchical"), {}),
         "none": ("noise:share=0", {}),
-    }.items():
+    }
+    for name, (policy, options) in cases.items():
         with pytest.raises(Unsupported) as raised:
             Task(policy, **options)
         said[name] = str(raised.value)

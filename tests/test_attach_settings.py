@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def mistakes() -> dict[str, Any]:
     stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     cases: dict[str, Callable[[], object]] = {
         "bare": lambda: gradzip.attach(nn.Linear(2, 2), optimizer),
-        "bare compiled": lambda: gradzip.attach(torch.compile(nn.Linear(2, 2)), optimizer),
+        "bare compiled": lambda: gradzip.attach(cast(nn.Module, torch.compile(nn.Linear(2, 2))), optimizer),
         "fsdp2": lambda: gradzip.attach(sharded),
         "fsdp": lambda: gradzip.attach(fsdp()),
         "deepspeed": lambda: gradzip.attach(engine()),

@@ -127,7 +127,7 @@ def wanted_of(rank: int, step: int, net: Odd) -> dict[str, torch.Tensor]:
     return found
 
 
-def odd(rank: int, runner: str, policies: list[str], dtypes: list[torch.dtype]) -> dict[str, dict[str, torch.Tensor]]:
+def odd(rank: int, runner: str, policies: list[str], dtypes: list[torch.dtype]) -> dict[str, torch.Tensor]:
     quiet(runner)
     found = {}
     for policy in policies:

@@ -357,7 +357,8 @@ def changed(rank: int) -> dict[str, Any]:
         runners.choose = choose if case == "stream" else lambda *given: runners.HOST
         task = Task(Fixed(Option("sign", route="alltoall")))
         train(task, 0, 4)
-        for number, policy in enumerate((Fixed("int4:feedback=true"), "noise", Fixed("topk:ratio=0.1"), Fixed("sign"))):
+        policies: list[Any] = [Fixed("int4:feedback=true"), "noise", Fixed("topk:ratio=0.1"), Fixed("sign")]
+        for number, policy in enumerate(policies):
             first = 4 + 3 * number
             task.handle.set_policy(policy)
             train(task, first, first + 3, overflow=first)
@@ -385,7 +386,8 @@ def convolved(rank: int) -> dict[str, Any]:
     for case in ("host", "stream"):
         runners.choose = choose if case == "stream" else lambda *given: runners.HOST
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10)).to(memory_format=torch.channels_last)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10))
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack memory_format
         model = nn.parallel.DistributedDataParallel(net.bfloat16(), gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = Rules({"0.weight": Option("sign", route="alltoall"), "2.weight": "topk:ratio=0.1"}, small=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def rate(request: pytest.FixtureRequest) -> str | None:
     return chosen
 
 
-def shell(script: str, rate: str | None, hosts: int = 3, **options: object) -> tuple[Result, list[str]]:
+def shell(script: str, rate: str | None, hosts: int = 3, **options: Any) -> tuple[Result, list[str]]:
     lines: list[Line] = []
     result = emulate.run(["sh", "-c", script], hosts=hosts, rate=rate, measure=False, on_line=lines.append, **options)
     return result, [str(line) for line in lines]
@@ -48,7 +49,13 @@ def test_other_rates_are_refused(text: str) -> None:
 
 
 def test_impossible_clusters_are_refused() -> None:
-    for shape in ({"hosts": 0}, {"hosts": 1000}, {"hosts": 2, "ranks_per_host": 0}, {"hosts": 2, "rate": 1000}):
+    shapes: list[dict[str, Any]] = [
+        {"hosts": 0},
+        {"hosts": 1000},
+        {"hosts": 2, "ranks_per_host": 0},
+        {"hosts": 2, "rate": 1000},
+    ]
+    for shape in shapes:
         with pytest.raises(EmulationError):
             Cluster(**shape)
 

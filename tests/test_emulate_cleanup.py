@@ -68,8 +68,9 @@ def _traces() -> set[str]:
 @contextmanager
 def _started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A process whose two ranks are up; it ends with the test, whatever becomes of that."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         try:
             assert process.stdout is not None
             up = sorted(process.stdout.readline() for _ in range(2))

@@ -34,7 +34,8 @@ def trained(rank: int, runner: str) -> dict[str, dict[str, Any]]:
         state = [copy.deepcopy(part.state_dict()) for part in (whole.model, whole.optimizer, whole.handle)]
         whole.train(STOP, STEPS)
         again = Task(policy)
-        for part, saved in zip((again.model, again.optimizer, again.handle), state):
+        parts: tuple[Any, ...] = (again.model, again.optimizer, again.handle)
+        for part, saved in zip(parts, state):
             part.load_state_dict(saved)
         again.train(STOP, STEPS)
         found[name] = {"whole": whole.parameters(), "again": again.parameters(), "stats": whole.handle.stats()}

@@ -69,7 +69,8 @@ def trained(rank: int, name: str) -> dict[str, Any]:
     train(task, 0, 8)
     out["host"], out["host keeps"] = task.parameters(), kept(task)
     streams.install()
-    for case, options in {"small": {}, "large": {"bucket_mb": 25, "gradient_as_bucket_view": True}}.items():
+    cases: dict[str, dict[str, Any]] = {"small": {}, "large": {"bucket_mb": 25, "gradient_as_bucket_view": True}}
+    for case, options in cases.items():
         task = Task(POLICIES[name], **options)
         train(task, 0, 8)
         assert task.handle._stream is not None
@@ -171,7 +172,8 @@ def convolved(rank: int) -> dict[str, Any]:
         if case == "other order":
             on_stream.all_reduce = sums
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10)).to(memory_format=torch.channels_last)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10))
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack memory_format
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = Rules({"*.weight": FACTORS}, small=True)
@@ -193,7 +195,8 @@ def loaded(rank: int, policy: str) -> list[bool]:
     streams.install()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 10))
-    net = net.to(memory_format=torch.channels_last if policy == "without kernels" else torch.contiguous_format)
+    layout = torch.channels_last if policy == "without kernels" else torch.contiguous_format
+    net.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs lack memory_format
     model = nn.parallel.DistributedDataParallel(net)
     handle = gradzip.attach(model, None, Rules({"*.weight": FACTORS}, small=True), timeout=TIMEOUT)
     waits = []

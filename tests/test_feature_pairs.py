@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,7 +52,9 @@ class Training:
         given = self.scaler if scaled else None
         self.handle: Any = None
         if policy is not None:
-            self.handle = gradzip.attach(self.model, self.optimizer, policy, scaler=given, timeout=TIMEOUT)
+            self.handle = gradzip.attach(
+                cast(nn.Module, self.model), self.optimizer, policy, scaler=given, timeout=TIMEOUT
+            )
 
     def train(self, first: int, last: int) -> None:
         """Under Join, rank 0 has an input less in the end."""

@@ -181,7 +181,7 @@ def poisoned(rank: int) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=False)
         finite.append(bool(sums.isfinite().all()))
         state = handle.state_dict()
-        kept.append({key: value for key, value in state.items() if "residual/" in key})
+        kept.append({key: torch.as_tensor(value) for key, value in state.items() if "residual/" in key})
     handle.detach()
     return {
         "finite": finite,

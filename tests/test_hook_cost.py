@@ -257,7 +257,7 @@ def plainly(rank: int) -> dict[str, Any]:
     return out
 
 
-def changes_alone(rank: int, run: Run) -> dict[str, str]:
+def changes_alone(rank: int, run: Run) -> dict[str, Any]:
     assert run.handle is not None
     if rank == 1:
         run.handle._policy, run.handle._agreed = (

@@ -89,7 +89,7 @@ def with_lightning(folder: Path, resumes: bool, policy: Fixed | None = POLICY) -
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.utils.data.DataLoader(samples(SAVED_AT), BATCH)
+    data: Any = torch.utils.data.DataLoader(samples(SAVED_AT), BATCH)  # type: ignore[arg-type]  # a list is one, too
     trainer.fit(module, data, ckpt_path=str(folder / f"{SAVED_AT}.ckpt") if resumes else None)
     assert callback.handle is not None
     return callback.handle, module
@@ -127,7 +127,7 @@ def with_accelerate(folder: Path, resumes: bool, policy: Fixed | None = POLICY) 
 
     accelerator, net = Accelerator(cpu=True), Net()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    data: Any = torch.utils.data.DataLoader(samples(STEPS), BATCH)
+    data: Any = torch.utils.data.DataLoader(samples(STEPS), BATCH)  # type: ignore[arg-type]  # a list is one, too
     model, optimizer, data = accelerator.prepare(net, optimizer, data)
     handle = attach(accelerator, model, optimizer, policy)
     if resumes:
@@ -247,7 +247,8 @@ def two_models(rank: int, folder: str) -> list[int]:
     as_torchrun()
     accelerator = Accelerator(cpu=True)
     models = [accelerator.prepare(Net()) for _ in range(2)]
-    handles = [attach(accelerator, model, policy=policy) for model, policy in zip(models, (POLICY, "identity"))]
+    policies: list[Any] = [POLICY, "identity"]
+    handles = [attach(accelerator, model, policy=policy) for model, policy in zip(models, policies)]
     for model in (models[0], models[1], models[1]):
         accelerator.backward(model(torch.ones(BATCH, 16))["loss"])
     accelerator.save_state(folder)
@@ -318,7 +319,8 @@ def composable(rank: int) -> list[str]:
 
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",))
     said = []
-    for model in (replicate(Net()), replicate_with_fsdp.replicate(Net(), mesh=mesh)):
+    models: list[Any] = [replicate(Net()), replicate_with_fsdp.replicate(Net(), mesh=mesh)]
+    for model in models:
         with pytest.raises(gradzip.Unsupported) as caught:
             gradzip.attach(model)
         said.append(str(caught.value))

@@ -360,7 +360,7 @@ def said(into: list[str]) -> Iterator[None]:
 def broken_premises() -> dict[str, list[str]]:
     """Things between backward and step that let dropped bits matter; and some that do not."""
     out: dict[str, list[str]] = {}
-    changes: dict[str, Callable[[Any, Any], None]] = {
+    changes: dict[str, Callable[[Any, Any], object]] = {
         "lr up": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.1),
         "lr down": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.01),
         "momentum": lambda model, optimizer: optimizer.param_groups[0].update(nesterov=True),

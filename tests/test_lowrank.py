@@ -289,8 +289,8 @@ def test_zeros_and_failed_steps_with_half_steps_too(alternate: bool) -> None:
     assert close(result[0][0].mean, x)
     bad = x.clone()
     bad[3, 3] = torch.nan
-    for result in ranks.reduce([[x], [bad]]):
-        assert not bool(result[0].mean.isfinite().all())
+    for (spoiled,) in ranks.reduce([[x], [bad]]):
+        assert not bool(spoiled.mean.isfinite().all())
 
 
 # -- types, feedback, volumes ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import emulated
 import pytest
@@ -46,7 +46,7 @@ def emulates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 class Twin:
     """The same steps by torch's operations and by kernels. What other ranks add is known: they halve every average."""
 
-    def __init__(self, codec: PowerSGD, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, codec: PowerSGD, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self.codec, self.device, self.step, self.skipped = codec, device, 0, 0
         self.states: list[dict[str, torch.Tensor]] = [{} for _ in shapes]
         self.lost: Lost = [None] * len(shapes)
@@ -104,7 +104,7 @@ class Twin:
         assert sorted(self.volumes[0]) == sorted(self.volumes[1])
 
 
-def random(shapes: list[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
+def random(shapes: Sequence[tuple[int, ...]], seed: int) -> list[torch.Tensor]:
     rng = generator(seed)
     return [torch.randn(shape, generator=rng) for shape in shapes]
 
@@ -281,13 +281,17 @@ def test_what_is_left_holds_no_gradients(device: torch.device) -> None:
 @pytest.mark.parametrize("alternate", [False, True])
 def test_guests_go_as_they_are(device: torch.device, alternate: bool) -> None:
     """Matrices that factors would make smaller, too; they have no state."""
+
+    def halve(flat: torch.Tensor) -> None:
+        flat.mul_(0.5)
+
     given = random([(64, 96), (32, 16), (16, 3, 3, 3)], 6)
     twin = Twin(PowerSGD(rank=2, alternate=alternate), [(64, 96), (32, 16), (16, 3, 3, 3)], device)
     twin.guests = {1, 2}
     for _ in range(2):
         if alternate:
             contexts = twin.contexts(twin.states)
-            reduced = twin.codec.reduce([x.to(device) for x in given], contexts, lambda flat: flat.mul_(0.5))
+            reduced = twin.codec.reduce([x.to(device) for x in given], contexts, halve)
             means = [mean for mean, _ in reduced]
         else:
             _, means, left = twin.run(given)

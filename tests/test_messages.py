@@ -220,7 +220,7 @@ def test_what_is_not_coded_is_not_sent_again(engine: str, route: str) -> None:
     """With feedback the results add up to as many means, and no more."""
     ranks, steps = Repeated("gcomp:keep=3", Route.parse(route), FLAT), 4
     with engines.use(engine):
-        total = sum(torch.cat(ranks.mean(step)[1]) for step in range(steps))
+        total = torch.stack([torch.cat(ranks.mean(step)[1]) for step in range(steps)]).sum(0)
     alone = [torch.cat([ranks.own(rank, i, 0) for i in range(len(SIZES))]) for rank in range(WORLD)]
     mean = torch.stack(alone).mean(0)
     assert torch.allclose(total, steps * mean, atol=2 * 2**-4 * float(mean.abs().max()), rtol=0)

@@ -32,7 +32,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def mapped(x: np.ndarray, mode: str, floor: np.ndarray | None = None, **options: int) -> np.ndarray:
+def mapped(x: np.ndarray, mode: str, floor: np.ndarray | None = None, **options: Any) -> np.ndarray:
     """What map_values makes of float32 values, as float64."""
     job = Job(mode, **options)
     given_floor = None if floor is None else torch.from_numpy(np.asarray(floor, np.int8))
@@ -40,7 +40,7 @@ def mapped(x: np.ndarray, mode: str, floor: np.ndarray | None = None, **options:
     return result.view(np.float32).astype(np.float64)
 
 
-def to_grid(x: np.ndarray, step: np.ndarray) -> np.ndarray:
+def to_grid(x: np.ndarray, step: np.ndarray | float) -> np.ndarray:
     """The nearest multiple of step, ties to even ones; cut where that would not be finite. float64 is exact here."""
     multiple = x / step
     nearest = np.rint(multiple) * step
@@ -130,7 +130,7 @@ MODES = [
 
 @pytest.mark.parametrize(("mode", "options"), MODES)
 @pytest.mark.parametrize("floor", [-128, -127, -20, 0, 100, 103])
-def test_values_that_are_no_ordinary_numbers(mode: str, options: dict[str, int], floor: int) -> None:
+def test_values_that_are_no_ordinary_numbers(mode: str, options: dict[str, Any], floor: int) -> None:
     x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-149, -(2.0**-127)], np.float32)
     negative_nan = np.array([0xFF812345], np.uint32).view(np.float32)
     job = Job(mode, **options)
@@ -143,7 +143,7 @@ def test_values_that_are_no_ordinary_numbers(mode: str, options: dict[str, int],
 
 
 @pytest.mark.parametrize(("mode", "options"), MODES)
-def test_no_finite_value_becomes_infinite(mode: str, options: dict[str, int]) -> None:
+def test_no_finite_value_becomes_infinite(mode: str, options: dict[str, Any]) -> None:
     x = bits_of(np.array([LARGEST, -LARGEST, 2.0**127, -1.9 * 2.0**127]))
     for floor in range(90, COARSEST + 1):
         reach = np.full(x.shape, floor, np.int64)
@@ -153,7 +153,7 @@ def test_no_finite_value_becomes_infinite(mode: str, options: dict[str, int]) ->
 
 
 @pytest.mark.parametrize(("mode", "options"), [("lossless", {}), *MODES])
-def test_mapping_twice_is_mapping_once(mode: str, options: dict[str, int]) -> None:
+def test_mapping_twice_is_mapping_once(mode: str, options: dict[str, Any]) -> None:
     x = torch.cat([random_bits(20_000), special(500), torch.randn(5000)]).view(torch.int32).numpy().view(np.uint32)
     for seed in range(3):
         job = Job(mode, **options)

@@ -175,7 +175,8 @@ def test_the_noise_of_one_hop_is_at_most_its_share(share: float, world: int) -> 
     for rank, x in enumerate(xs):
         ctx = Context(name="w", rank=rank, world=world)
         back.append(Noise(share).decode(Noise(share).encode(x, ctx), ctx))
-    noise = (sum(back) - sum(xs)).double().square().sum() / sum(xs).double().square().sum()
+    whole = torch.stack(xs).sum(0)
+    noise = (torch.stack(back).sum(0) - whole).double().square().sum() / whole.double().square().sum()
     assert 0.9 * share < float(noise) < 1.05 * share
 
 
@@ -501,7 +502,7 @@ def test_a_single_value_that_is_not_finite_is_seen_in_the_means(at: int, bad: fl
     for there in (False, True):
         x[at] = bad if there else x[at]
         part = Part(x, 0.1)
-        (frame,), _ = frames(lambda part=part: [Slot([part], torch.zeros(room, dtype=torch.uint8))])
+        (frame,), _ = frames(lambda part=part: [Slot([part], torch.zeros(room, dtype=torch.uint8))])  # type: ignore[misc]
         assert math.isfinite(means(frame, [part], 4)[1]) == (not there)
 
 

@@ -30,8 +30,9 @@ def rank_main() -> None:
     from training import start
 
     from gradzip import Accordion, Fixed, Rules
+    from gradzip.policy import Policy
 
-    special = {
+    special: dict[str, Policy] = {
         "accordion": Accordion("topk:ratio=0.5", "topk:ratio=0.1", window=2),
         "rules": Rules({"0.weight": "powersgd:rank=1", "2.weight": "noise", "*": "gcomp"}, small=True),
     }

@@ -184,7 +184,8 @@ def _slots(task: Task) -> dict[str, Any]:
     """Of the messages that are in use since DDP has rebuilt its buckets."""
     assert task.handle._stream is not None
     runner = task.handle._stream
-    return {m.program.digest: (m.sent.numel(), m.gathered.numel()) for m in runner._messages}
+    messages: list[Any] = runner._messages  # all of them are of one kind that has these buffers
+    return {m.program.digest: (m.sent.numel(), m.gathered.numel()) for m in messages}
 
 
 def _copied(value: Any) -> Any:
@@ -220,7 +221,8 @@ def loops(rank: int) -> dict[str, Any]:
     out["accumulation"] = task.parameters(), task.handle.stats()["steps"]
 
     for name in ("static_graph", "find_unused_parameters"):
-        task = Task(**{name: True})
+        chosen: dict[str, Any] = {name: True}
+        task = Task(**chosen)
         task.train(0, 6)
         out[name] = task.parameters(), task.handle.stats()["steps"]
 

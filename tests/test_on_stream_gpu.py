@@ -52,7 +52,7 @@ class Trained:
         torch.manual_seed(1)
         torch.backends.cudnn.deterministic = True
         net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 200), nn.Linear(200, 7))
-        net = net.cuda().to(memory_format=layout)
+        net.cuda().to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs lack memory_format
         self.model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         policy = gradzip.Fixed(policy) if isinstance(policy, str) else policy
@@ -286,14 +286,14 @@ def factored(rank: int) -> dict[str, Any]:
             out["waits"] = task.handle._stream._open is not None
             task.handle.reduce = reduce  # type: ignore[method-assign]
             kept.append(task.handle.state_dict())
-        before = held(task.handle) if number == 9 else []
+        matrices = held(task.handle) if number == 9 else []
         means = task.backward(number)
         if number == 6:
             kept.append(task.handle.state_dict())
             out["finite"] = all(bool(mean.isfinite().all()) for mean in means)
         if number == 9:
             out["device waits"] = task.handle._stream._open is not None  # type: ignore[union-attr]
-            out["restored"] = all(torch.equal(now, was) for now, was in zip(held(task.handle), before, strict=True))
+            out["restored"] = all(torch.equal(now, was) for now, was in zip(held(task.handle), matrices, strict=True))
         if number not in (6, 9):
             task.optimizer.step()
         elif rank == 1:

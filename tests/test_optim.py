@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_it_resumes() -> None:
 
 def test_groups_schedulers_closures_and_missing_gradients() -> None:
     params = parameters()
-    optimizer = EFMomentum([{"params": params[:2], "lr": 0.0}, {"params": params[2:]}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": params[:2], "lr": 0.0}, {"params": params[2:]}]
+    optimizer = EFMomentum(groups, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
     before = [p.detach().clone() for p in params]
     for p, g in zip(params[:3], gradients(0)):
@@ -88,7 +90,7 @@ def test_groups_schedulers_closures_and_missing_gradients() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"lr": -1}, {"momentum": 1}, {"momentum": -0.1}, {"weight_decay": -1}])
-def test_nonsense_is_refused(bad: dict[str, float]) -> None:
+def test_nonsense_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=next(iter(bad))):
         EFMomentum(parameters(), **bad)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import fake_gpu
 import pytest
@@ -75,7 +76,7 @@ def started(tmp_path: Path, *options: str, steps: int = 1000) -> Iterator[list[s
     common |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
     common |= {"OMP_NUM_THREADS": 1, "GRADZIP_ENGINE": "reference"}
     path = os.pathsep.join([str(others), *sys.path])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with ExitStack() as stack:
         ranks = []
         for rank in range(2):
@@ -198,7 +199,7 @@ def test_frames_of_noise_are_as_large_as_those_of_an_exchange(kind: type[torch.o
     known = noise_layout.Shapes(shapes)
     messages = [Message(["x"], torch.float32, rank, world, 7, shapes=known) for rank in range(world)]
     Weighed(program, codec, messages).run([[gradient.flatten()] for gradient in ranks])
-    gradients, means = [("x", parameter, ranks[1])], [("x", parameter, sum(ranks) / world)]
+    gradients, means = [("x", parameter, ranks[1])], [("x", parameter, torch.stack(ranks).sum(0) / world)]
     cost = coding._cost(parse("noise"), gradients, optimizer, world, means)
     raw = 4 * parameter.numel()
     assert raw / cost.ratios["x"] == pytest.approx(4 / 3 * sum(sent["AllToAll"]), rel=0.02)

@@ -150,7 +150,7 @@ def test_the_best_combination_is_the_best_of_all(problem: tuple[Tables, np.ndarr
     changes = [Change(decision, data.draw(options)) for decision in decisions]
     last = len(changes) - 1
     earlier = [i for i in range(last) if decisions[i] < decisions[last]]
-    if earlier and data.draw(st.booleans()):
+    if earlier and bool(data.draw(st.booleans())):
         changes[last] = Change(decisions[last], changes[last].options, after=earlier[0])
     best = np.inf
     for taken in itertools.product(*(range(len(change.options)) for change in changes)):

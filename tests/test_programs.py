@@ -208,6 +208,7 @@ def test_all_routes_compile_to_different_programs() -> None:
         assert program.steps[-1].target == VALUES
         written = {VALUES} | {step.target for step in program.steps}
         assert {buffer.name for buffer in program.buffers} == written
+        assert isinstance(program.route, Route)
         coding = [step for step in program.steps if isinstance(step, Encode | Recode)]
         assert len(coding) == program.route.encodes
 

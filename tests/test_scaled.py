@@ -164,7 +164,8 @@ def trained(rank: int, policies: list[str]) -> dict[str, Any]:
                 state = [copy.deepcopy(part.state_dict()) for part in (task.model, task.optimizer, task.handle)]
                 task.train(3, 6)
                 again = Task(policy, dtype=dtype)
-                for part, saved in zip((again.model, again.optimizer, again.handle), state):
+                parts: tuple[Any, ...] = (again.model, again.optimizer, again.handle)
+                for part, saved in zip(parts, state):
                     part.load_state_dict(saved)
                 again.train(3, 6)
                 stats = task.handle.stats()

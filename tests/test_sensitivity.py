@@ -213,7 +213,8 @@ def test_sgd_floors_by_hand() -> None:
 
 def test_groups_have_their_own_learning_rate() -> None:
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
-    result = gradzip.floors(SGD([{"params": [a]}, {"params": [b], "lr": 0.25}], lr=1.0))
+    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b], "lr": 0.25}]
+    result = gradzip.floors(SGD(groups, lr=1.0))
     assert result[a].tolist() == [-23] * 3
     assert result[b].tolist() == [[-21] * 2] * 2
 
@@ -309,7 +310,7 @@ class Wrapper(Optimizer):
         self.optimizer = optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as Accelerate does it
         return self.optimizer.param_groups
 
 

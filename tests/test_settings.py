@@ -38,7 +38,7 @@ def attach_all(rank: int) -> dict[str, str]:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Linear(40, 40))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given = {"policy": "topk", "timeout": LONG} | (arguments if rank == 1 else {})
+        given: dict[str, Any] = {"policy": "topk", "timeout": LONG} | (arguments if rank == 1 else {})
         with pytest.MonkeyPatch.context() as patch:
             for key, value in (variables | NO_EFFECT).items() if rank == 1 else ():
                 patch.setenv(key, value)

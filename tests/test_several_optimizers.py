@@ -34,7 +34,7 @@ def two_optimizers(model: nn.Sequential) -> list[Optimizer]:
 
 
 def ways_of(model: nn.Module, optimizers: list[Optimizer]) -> Ways:
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     return Ways(names, torch.device("cpu"), optimizers, Topology(0, ((0,),)))
 
 

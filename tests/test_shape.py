@@ -89,9 +89,8 @@ def trained(
     make: object, steps: int, device: str = "cpu"
 ) -> tuple[nn.Module, torch.optim.Optimizer, dict[torch.Tensor, str]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)).to(
-        device, memory_format=torch.channels_last
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5))
+    model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack memory_format
     optimizer = make(model.parameters())  # type: ignore[operator]
     for _ in range(steps):
         optimizer.zero_grad()

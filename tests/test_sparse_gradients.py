@@ -92,7 +92,7 @@ def many_at_once(rank: int) -> int:
     """Sums that end together: with two threads for them, this process often dies here."""
     group, done = with_one_thread(dist.HashStore(), 0, 1, timedelta(seconds=30)), 0
     for _ in range(500):
-        works = [group.allreduce([torch.sparse_coo_tensor([[0]], [1.0], (4,))]) for _ in range(200)]
+        works = [group.allreduce([torch.sparse_coo_tensor([[0]], [1.0], (4,))]) for _ in range(200)]  # type: ignore[arg-type]
         for work in works:
             work.wait()
         done += len(works)

@@ -20,7 +20,7 @@ from gradzip.policy import as_policy
 REGISTRY = {name: cls for name, cls in EVERYTHING.items() if cls.__module__.startswith("gradzip.")}
 
 # Options that are words; numbers are drawn by their type.
-WORDS = {
+WORDS: dict[str, list[Any]] = {
     "mode": ["near", "lossless", "keep", "paper"],
     "round": ["nearest", "truncate"],
     "own": ["near", "lossless"],
@@ -93,7 +93,7 @@ def test_feedback_says_where_errors_wait() -> None:
     assert parse("cast").error_memory is parse("gcomp").error_memory is parse("identity").error_memory is None
     assert parse("cast:feedback=true").error_memory == "fp32"
     assert parse("gcomp:ulps=256").error_memory == parse("gcomp:keep=6").error_memory == "fp32"
-    topk = type(parse("topk"))
+    topk: Any = type(parse("topk"))
     assert topk(0.3, feedback=False) == parse("topk:ratio=0.3,feedback=false")
     assert str(topk(0.3, feedback=True)) == "topk:ratio=0.3,feedback=true"
 

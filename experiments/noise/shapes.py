@@ -80,8 +80,8 @@ class Momenta:
     def changed(self, updates: list[torch.Tensor]) -> torch.Tensor:
         moved = sum((x[1:] - x[:1]).double().square().flatten(1).sum(1) for x in updates)
         if self.kind == "Muon":
-            return moved / sum(x[:1].double().square().sum() for x in updates)
-        return moved / 4 / sum(x[0].numel() for x in updates)
+            return moved / sum(x[:1].double().square().sum() for x in updates)  # type: ignore[return-value]  # sum() may give 0
+        return moved / 4 / sum(x[0].numel() for x in updates)  # type: ignore[return-value]  # sum() may give 0
 
 
 def run(kind: str, seed: int, steps: int, text: torch.Tensor) -> list[dict[str, object]]:

@@ -224,9 +224,14 @@ class ExactWorkers:
 
     def _run(self, rank: int, ways: dict[str, Any], own: Gradients, learns: bool) -> dict[str, torch.Tensor]:
         ended, over = list[Outcome](), threading.Event()
+
+        def note(done: HostBackward) -> None:
+            ended.append(done.totals)
+            over.set()
+
         attached = Attached(
             cast(Channel, self._channels[rank]), self._memories[rank],
-            lambda done: (ended.append(done.totals), over.set()), _raise, learns=learns, books=self._books[rank],
+            note, _raise, learns=learns, books=self._books[rank],
         )  # fmt: skip
         backward = _Backward(self.step, 1.0, Scheme(ways), attached)
         buffer = torch.cat([own[name].reshape(-1) for name in ways])

@@ -375,7 +375,9 @@ def train_pictures(
     pictures = Pictures(root, device, 10, limit, kind.batches)
     size = kind.batch if limit is None else 4
     torch.manual_seed(seed)
-    model = ResNet18(10, 64 if limit is None else 8).to(device, memory_format=torch.channels_last)
+    model: ResNet18 = ResNet18(10, 64 if limit is None else 8).to(  # type: ignore[call-overload]  # torch's stubs lack memory_format
+        device, memory_format=torch.channels_last
+    )
     named = dict(model.named_parameters())
     layout = Layout({name: tuple(p.shape) for name, p in named.items()}, kind.workers, device)
     stack = torch.zeros(1, kind.workers, layout.length, device=device)

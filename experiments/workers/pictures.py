@@ -137,6 +137,7 @@ class SeNet18Normed(SeNet18):
         super().__init__(classes, width)
         self.last = nn.Sequential(nn.BatchNorm2d(self.head.in_features), nn.ReLU())
         for block in self.blocks:
+            assert isinstance(block, SqueezeBlock)
             nn.init.zeros_(block.conv2.weight)
 
 

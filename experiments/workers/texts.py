@@ -84,6 +84,7 @@ class Gpt(nn.Module):
                 by_size = rotary and isinstance(module, nn.Linear)
                 nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5 if by_size else 0.02)
         for block in self.blocks:
+            assert isinstance(block, GptBlock)
             for last in (block.out, block.down):
                 size = last.weight.shape[1] ** -0.5 if rotary else 0.02
                 nn.init.normal_(last.weight, std=size / (2 * blocks) ** 0.5)
