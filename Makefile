@@ -58,10 +58,19 @@ test-no-simd: $(VENV)/.test
 	GRADZIP_NO_SIMD=1 GRADZIP_LIBRARY=build/no-simd/gradzip/libgradzip.so $(RUN)/python -m pytest \
 	    $(or $(ARGS),-n 2 tests/test_engines.py tests/test_golden.py tests/test_huffman.py tests/test_planner_timeline.py)
 
+# mypy reads scripts and tests a folder at a time, with the folder in its path, as Python runs them: some import their
+# neighbours, and several folders have a run.py.
+SCRIPTS = $(sort $(patsubst %/,%,$(dir $(wildcard bench/*.py examples/*.py experiments/*.py experiments/*/*.py tests/*.py))))
+
 check: $(VENV)/.dev
 	$(RUN)/python -m ruff check .
 	$(RUN)/python -m ruff format --check .
 	$(RUN)/python -m mypy
+	@status=0; for folder in $(SCRIPTS); do \
+	    if [ -e $$folder/__init__.py ]; then neighbours=; else neighbours=$$folder; fi; \
+	    echo "mypy $$folder"; \
+	    MYPYPATH=$$neighbours $(RUN)/python -m mypy --config-file mypy-scripts.ini $$folder/*.py || status=1; \
+	done; exit $$status
 
 format: $(VENV)/.dev
 	$(RUN)/python -m ruff check --fix .
