@@ -8,10 +8,11 @@ import torch
 
 from ..engines.cuda import pack_select
 from .base import wide
-from .random import keyed_bits
+from .random import Keys, bits_of, halves, keyed_bits
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 1 << 14  # values that a threshold is guessed from
+_DRAWN = 1 << 14  # indices that are drawn at once: as many as stay in the cache from one operation to the next
 
 
 def magnitudes(x: torch.Tensor) -> torch.Tensor:
@@ -79,11 +80,33 @@ def sample(key: int, numel: int, k: int, device: torch.device) -> tuple[torch.Te
 
     Also those lengths: one over the chance that each index had.
     """
-    bounds = torch.arange(k + 1, dtype=torch.int64, device=device) * numel // max(k, 1)
-    start, length = bounds[:-1], bounds.diff()
+    start, length = _stretches(numel, k, device)
     return start + (keyed_bits(key, start) * length >> 32), length
+
+
+def samples(keys: Keys, numel: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` for several keys, a row of indices for each, on the CPU."""
+    start, length = _stretches(numel, k, torch.device("cpu"))
+    drawn, rows = list[torch.Tensor](), max(1, _DRAWN // max(k, 1))
+    for first in range(0, len(keys), rows):
+        bits = bits_of(*halves(keys[first : first + rows]), start)
+        drawn.append(start + (bits * length >> 32))
+    return torch.cat(drawn), length
+
+
+def _stretches(numel: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where k stretches of almost equal length start, and their lengths."""
+    bounds = torch.arange(k + 1, dtype=torch.int64, device=device) * numel // max(k, 1)
+    return bounds[:-1], bounds.diff()
 
 
 def block(key: int, numel: int) -> int:
     """Where a stretch of the tensor starts that wraps around at its end: anywhere with equal chance."""
     return int(keyed_bits(key, torch.zeros(1, dtype=torch.int64))) * numel >> 32
+
+
+def blocks(keys: Keys, numel: int, k: int) -> torch.Tensor:
+    """The k indices of such stretches for several keys, a row for each, on the CPU."""
+    start = bits_of(*halves(keys), torch.zeros(1, dtype=torch.int64)) * numel >> 32
+    index = start + torch.arange(k)
+    return torch.where(index < numel, index, index - numel)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from .. import wire
@@ -16,7 +17,7 @@ from ..errors import Corrupt, Unsupported
 from . import selection
 from .base import Codec, Context, Lossy, Sparse, register, typed
 from .packing import pack_positions, position_bytes, unpack_positions
-from .random import key_of
+from .random import Keys, key_of, keys_of
 
 SPARSEST = 10**4  # values per value sent, at the most: so much can a frame claim to stand for
 _COUNT_BYTES = 8
@@ -158,19 +159,66 @@ class Threshold(Lossy, SparseFrame):
 
 
 @dataclass(frozen=True)
-class _Shared(_Ratio):
+class SharedPlaces(_Ratio):
     """Values at places that all ranks know, so that frames can be averaged as they are.
 
     Body: `[8] key`, which says what was picked, and the values. A NaN or infinity anywhere makes all of them NaN.
     """
 
     summable: ClassVar[bool] = True
+    codes_rows: ClassVar[bool] = True
 
     unbiased: bool = False  # scales what is sent by one over its chance, as without error feedback
 
     @property
     def biased(self) -> bool:
         return not self.unbiased
+
+    @abstractmethod
+    def drawn(self, keys: Keys, numel: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which places of rows are picked; and one over the chance that each had."""
+
+    def as_decoded(self, values: torch.Tensor) -> torch.Tensor:
+        """What the values of a frame are once they are decoded."""
+        return values
+
+    def picked(self, x: torch.Tensor, keys: Keys) -> Sparse:
+        """The values of rows that frames of these keys hold."""
+        places, factor = self.drawn(keys, x.shape[1], self.kept(x.shape[1]))
+        values = x.gather(1, places)
+        return Sparse(places, flagged(enlarged(values, factor) if self.unbiased else values, x))
+
+    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+        if x.dim() == 1:
+            key, values = self._encode_one(x, ctx)
+            write_number(body, key)
+        else:
+            keys = keys_of(ctx.seed, ctx.step, ctx.names)
+            places, values = self.picked(x, keys)
+            body[:, :_KEY_BYTES] = torch.from_numpy(keys.astype("<u8").view(np.uint8).reshape(len(x), _KEY_BYTES))
+            ctx.sent = Sparse(places, self.as_decoded(values))
+        size = _KEY_BYTES + values.shape[-1] * values.itemsize
+        body[..., _KEY_BYTES:size] = values.contiguous().view(torch.uint8)
+        return size
+
+    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
+        numel = out.shape[-1]
+        count, rest = divmod(body.shape[-1] - _KEY_BYTES, out.itemsize)
+        if rest or not fewest(numel) <= count <= numel:
+            raise Corrupt(f"no number of values out of {numel} makes a {self.name} body of {body.shape[-1]} bytes")
+        values = typed(body[..., _KEY_BYTES:], out.dtype)
+        if out.dim() == 1:
+            self._decode_one(read_number(body), values, out, add)
+            return
+        keys = body[:, :_KEY_BYTES].contiguous().numpy().view("<u8").reshape(-1).astype(np.uint64)
+        scatter(self.drawn(keys, numel, count)[0], values if add else self.as_decoded(values), out, add)
+
+    @abstractmethod
+    def _encode_one(self, x: torch.Tensor, ctx: Context) -> tuple[int, torch.Tensor]:
+        """Key and values of one tensor's body, on any device."""
+
+    @abstractmethod
+    def _decode_one(self, key: int, values: torch.Tensor, out: torch.Tensor, add: bool) -> None: ...
 
     def _body_bound(self, numel: int, dtype: torch.dtype) -> int:
         return _KEY_BYTES + self.kept(numel) * dtype.itemsize
@@ -179,27 +227,13 @@ class _Shared(_Ratio):
         if (header.body_bytes - _KEY_BYTES) // header.dtype.itemsize < fewest(header.numel):
             raise Corrupt(f"a frame of {header.body_bytes} bytes claims to stand for {header.numel} values")
 
-    def _write(self, key: int, x: torch.Tensor, values: torch.Tensor, body: torch.Tensor) -> int:
-        size = _KEY_BYTES + values.numel() * values.itemsize
-        values = torch.where(x.isfinite().all(), values, torch.nan)
-        write_number(body, key)
-        body[_KEY_BYTES:size] = values.view(torch.uint8)
-        return size
-
-    def _read(self, body: torch.Tensor, out: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Key and values of a body."""
-        count, rest = divmod(body.numel() - _KEY_BYTES, out.itemsize)
-        if rest or not fewest(out.numel()) <= count <= out.numel():
-            raise Corrupt(f"no number of values out of {out.numel()} makes a {self.name} body of {body.numel()} bytes")
-        return read_number(body), typed(body[_KEY_BYTES:], out.dtype)
-
     def _addends(self, body: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return body[_KEY_BYTES:].view(dtype)
 
 
 @register
 @dataclass(frozen=True)
-class RandomK(_Shared):
+class RandomK(SharedPlaces):
     """One value, picked at random, out of each of k equal stretches of the tensor."""
 
     name: ClassVar[str] = "randomk"
@@ -207,21 +241,23 @@ class RandomK(_Shared):
     summary: ClassVar[str] = "values at random places that all ranks know"
     error: ClassVar[str] = "the values not picked; fed back"
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+    def drawn(self, keys: Keys, numel: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return selection.samples(keys, numel, count)
+
+    def _encode_one(self, x: torch.Tensor, ctx: Context) -> tuple[int, torch.Tensor]:
         key = key_of(ctx.seed, ctx.step, ctx.name)
         index, length = selection.sample(key, x.numel(), self.kept(x.numel()), x.device)
         values = x[index]
-        return self._write(key, x, enlarged(values, length) if self.unbiased else values, body)
+        return key, flagged(enlarged(values, length) if self.unbiased else values, x)
 
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        key, values = self._read(body, out)
+    def _decode_one(self, key: int, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         index, _ = selection.sample(key, out.numel(), values.numel(), out.device)
         scatter(index, values, out, add)
 
 
 @register
 @dataclass(frozen=True)
-class RandomBlock(_Shared):
+class RandomBlock(SharedPlaces):
     """One stretch of the tensor that starts at a random place and wraps around at the tensor's end."""
 
     name: ClassVar[str] = "randomblock"
@@ -229,23 +265,37 @@ class RandomBlock(_Shared):
     summary: ClassVar[str] = "one stretch of values at a random place that all ranks know"
     error: ClassVar[str] = "the values outside; fed back"
 
-    def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
+    def drawn(self, keys: Keys, numel: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return selection.blocks(keys, numel, count), torch.tensor(numel / count, dtype=torch.float64)
+
+    def as_decoded(self, values: torch.Tensor) -> torch.Tensor:
+        return values + 0  # added to zeros, so that there is no -0
+
+    def _encode_one(self, x: torch.Tensor, ctx: Context) -> tuple[int, torch.Tensor]:
         key, k = key_of(ctx.seed, ctx.step, ctx.name), self.kept(x.numel())
         start = selection.block(key, x.numel())
         wrapped = max(0, start + k - x.numel())
         values = torch.cat([x[start : start + k], x[:wrapped]])
         if self.unbiased and k:
             values = enlarged(values, torch.tensor(x.numel() / k, dtype=torch.float64, device=x.device))
-        return self._write(key, x, values, body)
+        return key, flagged(values, x)
 
-    def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
-        key, values = self._read(body, out)
+    def _decode_one(self, key: int, values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         start = selection.block(key, out.numel())
         straight = min(values.numel(), out.numel() - start)
         if not add:
             out.zero_()
         out[start : start + straight] += values[:straight]
         out[: values.numel() - straight] += values[straight:]
+
+
+def flagged(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Values of a tensor, or of each of its rows: all NaN where one of x is not finite."""
+    wider = torch.promote_types(x.dtype, torch.float32)
+    # A sum is not finite if a term is not, and costs a quarter of looking at each; on a GPU one would wait for it.
+    if x.device.type == "cpu" and bool(x.sum(-1, dtype=wider).isfinite().all()):
+        return values
+    return torch.where(x.isfinite().all(-1, True), values, torch.nan)
 
 
 def enlarged(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

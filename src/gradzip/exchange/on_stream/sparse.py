@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...codecs.packing import pack_positions, position_bytes, unpack_positions
-from ...codecs.random import bits_of, key_of
+from ...codecs.random import bits_of, keys_of
 from ...codecs.selection import magnitudes
 from ...codecs.sparse import RandomBlock, RandomK, TopK, enlarged
 from ...routes import NAMED
@@ -96,13 +96,13 @@ class PickedMessage(_Sparse):
         self._numbers.copy_(values)
         if self.residuals is not None:
             total = self._x.clone() if total is None else total
-            total.index_add_(0, self._index, self._as_decoded(values).float(), alpha=-1)
+            total.index_add_(0, self._index, self._codec.as_decoded(values).float(), alpha=-1)
             self._own_lost = self._without(self.residuals.scale, total)
         self._inner.encode(step)
 
     def _picked(self, step: int) -> torch.Tensor:
         """Where the values that are sent lie. Names are hashed, about 1 us each; all else is done on the device."""
-        keys = np.array([key_of(0, step, name) for name in self.program.names], np.uint64)
+        keys = keys_of(0, step, self.program.names)
         halves = np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)]).astype(np.int64)
         low, high = compensated.upload(halves, self._x.device)
         if isinstance(self._codec, RandomK):
@@ -112,15 +112,12 @@ class PickedMessage(_Sparse):
         at = start.index_select(0, self._of) + self._number
         return self._first + torch.where(at < self._size_of, at, at - self._size_of)
 
-    def _as_decoded(self, values: torch.Tensor) -> torch.Tensor:
-        return values + 0 if isinstance(self._codec, RandomBlock) else values  # it has no -0
-
     def reduce(self, step: int) -> None:
         self._inner.reduce(step)
 
     def decode(self, step: int) -> None:
         self._inner.decode(step)
-        self._out.zero_().index_copy_(0, self._index, self._as_decoded(self._numbers))
+        self._out.zero_().index_copy_(0, self._index, self._codec.as_decoded(self._numbers))
         torch._foreach_copy_(self._parts, self._in_out)
 
 
