@@ -19,6 +19,7 @@ from ..codecs.lowrank import Fused, PowerSGD
 from ..engines.noise_layout import Shapes
 from ..routes import FACTORS
 from ..sensitivity.shape import SecondMoments
+from .averaged_frames import AveragedFrames
 from .flattening import flatten
 from .message_codecs import stream_codec
 from .on_host.runner import HostMessage
@@ -141,6 +142,7 @@ class Prepared:
         shapes = tuple(t.shape for t in tensors)
         self.codec = str(codec)
         self.in_place = codec.in_place(tensors, contexts) if codec.rounds > 1 else None
+        self.averaged = AveragedFrames(codec, names, tensors) if codec.rounds == 1 else None
         self.words = f"layout {_digest(names, shapes, tensors[0].dtype)}"
         if self.in_place is not None:
             self.words += " in place"  # another order of sums: all ranks, or none
@@ -241,6 +243,8 @@ def _drafted(named: Named, ways: Mapping[str, Way], rank: int, world: int) -> li
             continue
         draft.prepared = Prepared(draft.codec, draft.tensors, draft.contexts)
         draft.dated = draft.contexts
+        if draft.codec.codes_rows:  # what takes rows keeps no state, and Memory keeps residuals of rows as one
+            draft.stateful = []
         if draft.prepared.in_place is not None:  # it asks for tensors alone, and Memory keeps what it leaves as one
             draft.dated, draft.stateful = draft.contexts[:1], []
     return list(drafts.values())

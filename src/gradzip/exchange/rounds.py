@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 
 from ..codecs import Codec, Context
-from ..codecs.base import InPlace, wide
+from ..codecs.base import InPlace
 from ..feedback import Memory
 from ..routes import NAMED
+from .averaged_frames import AveragedFrames
 from .compiler import compile_route
 from .finiteness import all_finite
-from .flattening import flatten, unflatten
 from .program import Program
 from .topology import Topology
 
@@ -33,10 +33,18 @@ def averaging(number: int, values: int, dtype: torch.dtype, topology: Topology) 
 
 
 def of(
-    codec: Codec, tensors: list[torch.Tensor], contexts: list[Context], memory: Memory, scale: float = 1.0
+    codec: Codec,
+    tensors: list[torch.Tensor],
+    contexts: list[Context],
+    memory: Memory,
+    scale: float = 1.0,
+    averaged: AveragedFrames | None = None,
 ) -> Rounds:
-    """Those of one step, for these gradients."""
-    return (_of_codec if codec.rounds > 1 else _of_frames)(codec, tensors, contexts, memory, scale)
+    """Those of one step, for these gradients; `averaged` is what is known of them if their frames are averaged."""
+    if codec.rounds > 1:
+        return _of_codec(codec, tensors, contexts, memory, scale)
+    known = averaged or AveragedFrames(codec, [ctx.name for ctx in contexts], tensors)
+    return known.rounds(contexts, memory, scale)
 
 
 def run(start: Callable[[], Rounds], average: Average) -> bool:
@@ -89,45 +97,3 @@ def _of_codec(
     # No mean is larger than the sum of the magnitudes in all averages (Codec.in_rounds): few numbers are looked at.
     limit = torch.finfo(tensors[0].dtype).max / 2
     return bool((torch.stack(sums) < limit).all()) or all_finite(tensors)
-
-
-def _of_frames(
-    codec: Codec, tensors: list[torch.Tensor], contexts: list[Context], memory: Memory, scale: float
-) -> Rounds:
-    """The only one of a codec whose frames can be added up: the numbers inside them are averaged, then decoded once."""
-    frames = encoded(codec, tensors, contexts, memory, scale)
-    flat = torch.cat([codec.addends(frame) for frame in frames])
-    yield flat
-    decode_mean(codec, tensors, contexts, frames, flat)
-    return all_finite(tensors)
-
-
-def encoded(
-    codec: Codec, tensors: Sequence[torch.Tensor], contexts: Sequence[Context], memory: Memory, scale: float
-) -> list[torch.Tensor]:
-    """A frame for each tensor, what was lost before included; what is lost now goes to memory."""
-    frames = []
-    for tensor, ctx in zip(tensors, contexts):
-        x = memory.compensated(ctx.name, tensor, scale)
-        frame = codec.encode(flatten(x, tensor).to(tensor.dtype), ctx)
-        residual = None
-        if codec.error_memory is not None:
-            residual = wide(x) - unflatten(codec.decode(frame, ctx), tensor)
-        memory.lost(ctx.name, residual, scale)
-        frames.append(frame)
-    return frames
-
-
-def decode_mean(
-    codec: Codec,
-    tensors: Sequence[torch.Tensor],
-    contexts: Sequence[Context],
-    frames: Sequence[torch.Tensor],
-    flat: torch.Tensor,
-) -> None:
-    """Puts the mean of the numbers into the frames, and decodes them."""
-    own = [codec.addends(frame) for frame in frames]
-    for numbers, mean in zip(own, flat.split_with_sizes([a.numel() for a in own])):
-        numbers.copy_(mean)
-    for tensor, ctx, frame in zip(tensors, contexts, frames):
-        tensor.copy_(unflatten(codec.decode(frame, ctx), tensor))

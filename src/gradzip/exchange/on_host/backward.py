@@ -378,7 +378,8 @@ class HostBackward:
             work = functools.partial(rounds.in_place, by, *kept, self._means_follow)
             submit_at_once(runner_of(channel), what, work, about, done, agreed, ready, self._when_agreed)
             return
-        start = functools.partial(rounds.of, draft.codec, tensors, draft.contexts, self.memory, self.scale)
+        about_step = draft.contexts, self.memory, self.scale, draft.prepared.averaged
+        start = functools.partial(rounds.of, draft.codec, tensors, *about_step)
         submit_rounds(runner_of(channel), what, start, about, done, agreed, ready, self._when_agreed)
 
     # -- whether all ranks see and do the same -------------------------------------------------------------------
