@@ -32,7 +32,7 @@ def tensors(size: int) -> torch.Tensor:
 
 
 def test_the_codecs_that_every_model_of_small_tensors_needs_take_rows() -> None:
-    assert {"sign", "onebit", "qsgd", "terngrad", "natural", "topk"} <= set(CODECS)
+    assert {"sign", "onebit", "qsgd", "terngrad", "natural", "topk", "randomk", "randomblock"} <= set(CODECS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 130, 1024, 3001])
@@ -82,7 +82,10 @@ def steps(codec: str, route: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("route", ["alltoall", "allgather", "ring"])
-@pytest.mark.parametrize("codec", ["sign", "qsgd", "topk:ratio=0.1", "qsgd:feedback=true", "natural"])
+@pytest.mark.parametrize(
+    "codec",
+    ["sign", "qsgd", "topk:ratio=0.1", "qsgd:feedback=true", "natural", "randomk:ratio=0.1", "randomblock:ratio=0.1"],
+)
 def test_exchanges_give_the_same_bits_with_rows_and_without(
     codec: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +96,7 @@ def test_exchanges_give_the_same_bits_with_rows_and_without(
     assert all(map(same_bits, with_rows, without))
 
 
-@pytest.mark.parametrize("codec", ["sign", "qsgd", "topk:ratio=0.1", "natural", "terngrad"])
+@pytest.mark.parametrize("codec", ["sign", "qsgd", "topk:ratio=0.1", "natural", "terngrad", "randomk:ratio=0.1"])
 def test_damage_that_shows_in_single_frames_is_found_in_rows(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     messages, names = GenericOnHost(parse(codec)), [f"layer.{number}" for number in range(len(SIZES))]
     table, x = Table.of(names, SIZES, [1]), [gradient(n, seed=n) for n in SIZES]
