@@ -1,8 +1,9 @@
 """Exchanges by codecs whose frames are averaged without decoding them, such as `randomk` and `randomblock`.
 
-Each rank encodes, the numbers inside all frames are averaged by one collective, and each rank decodes. Tensors of one
-size on the CPU whose codec picks places that all ranks know are rows of a matrix: a few calls serve all of them, no
-frames are made of what is averaged anyway, and their residuals stay together (Kept). All else goes tensor by tensor.
+Each rank encodes, the numbers inside all frames are averaged by one collective, and each rank decodes. Where the codec
+picks places that all ranks know, tensors of one size on the CPU are rows of a matrix: a few calls serve all of them, no
+frames are made of what is averaged anyway, and their residuals stay together (Kept). Long tensors are matrices of one
+row. All else goes tensor by tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..feedback import Memory, is_exact
 from .finiteness import all_finite
 from .flattening import flatten, unflatten
 
-LONGEST = 1 << 16  # values: calls for longer tensors cost little beside their values
+LONGEST = 1 << 16  # values of a tensor that shares a matrix: calls for longer ones cost little beside their values
 
 
 class AveragedFrames:
@@ -29,9 +30,10 @@ class AveragedFrames:
     def __init__(self, codec: Codec, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._codec, by_size = codec, dict[object, list[int]]()
         for number, tensor in enumerate(tensors):
-            if isinstance(codec, SharedPlaces) and _goes_in_a_row(tensor):
-                by_size.setdefault((tensor.numel(), tensor.dtype), []).append(number)
-        groups = [numbers for numbers in by_size.values() if len(numbers) > 1]
+            if isinstance(codec, SharedPlaces) and _is_a_row(tensor):
+                size = tensor.numel()
+                by_size.setdefault((size, tensor.dtype, size > LONGEST and number), []).append(number)
+        groups = list(by_size.values())
         self._rows = [_Rows([names[i] for i in group], [tensors[i] for i in group]) for group in groups]
         grouped = {number for group in groups for number in group}
         self._single = [(number, tensors[number]) for number in range(len(tensors)) if number not in grouped]
@@ -75,9 +77,9 @@ def _encoded(
     return frames
 
 
-def _goes_in_a_row(tensor: torch.Tensor) -> bool:
-    """Whether its values lie densely in memory, on the CPU, and are not too many."""
-    if tensor.device.type != "cpu" or not 0 < tensor.numel() <= LONGEST:
+def _is_a_row(tensor: torch.Tensor) -> bool:
+    """Whether its values lie densely in memory, on the CPU."""
+    if tensor.device.type != "cpu" or not tensor.numel():
         return False
     return tensor.is_contiguous() or flatten(tensor, tensor).data_ptr() == tensor.data_ptr()
 
@@ -158,7 +160,7 @@ class KeptRows(Kept):
 def _as_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Rows that lie at equal distances in one memory, as a matrix; None if they do not."""
     first, size = rows[0], rows[0].numel()
-    distance = rows[1].storage_offset() - first.storage_offset()
+    distance = rows[1].storage_offset() - first.storage_offset() if len(rows) > 1 else size
     memory = first.untyped_storage().data_ptr()
     for number, row in enumerate(rows):
         if row.storage_offset() != first.storage_offset() + number * distance:
