@@ -19,7 +19,7 @@ from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
 from gradzip.routes import NAMED
 
-OPTIONS = ["qsgd:bits=3,bucket=100,norm=l2", "natural:bits=5", "terngrad:clip=2.5", "topk:ratio=0.3", "topk:ratio=1.0"]
+OPTIONS = ["qsgd:bits=3,bucket=100,norm=l2", "natural:bits=5", "terngrad:clip=2.5"]
 CODECS = sorted(name for name, kind in REGISTRY.items() if kind.codes_rows) + OPTIONS
 OWN = Hop(0, 1, True, False)
 
@@ -32,7 +32,7 @@ def tensors(size: int) -> torch.Tensor:
 
 
 def test_the_codecs_that_every_model_of_small_tensors_needs_take_rows() -> None:
-    assert {"sign", "onebit", "qsgd", "terngrad", "natural", "topk", "randomk", "randomblock"} <= set(CODECS)
+    assert {"sign", "onebit", "qsgd", "terngrad", "natural", "randomk", "randomblock"} <= set(CODECS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 130, 1024, 3001])
@@ -55,8 +55,6 @@ def test_rows_are_coded_as_each_of_them_is(codec: str, size: int) -> None:
         made._decode(body[:written], Context(), sum_alone, True)
         assert same_bits(alone, decoded[number]), name
         assert same_bits(sum_alone, added[number]), name
-        if context.sent is not None and together.sent is not None:
-            assert torch.equal(context.sent.places, together.sent.places[number])
 
 
 SIZES = [300, 300, 4, 300, 7, 4, 300, 300, 2000, 4]
@@ -84,7 +82,7 @@ def steps(codec: str, route: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("route", ["alltoall", "allgather", "ring"])
 @pytest.mark.parametrize(
     "codec",
-    ["sign", "qsgd", "topk:ratio=0.1", "qsgd:feedback=true", "natural", "randomk:ratio=0.1", "randomblock:ratio=0.1"],
+    ["sign", "qsgd", "onebit", "qsgd:feedback=true", "natural", "randomk:ratio=0.1", "randomblock:ratio=0.1"],
 )
 def test_exchanges_give_the_same_bits_with_rows_and_without(
     codec: str, route: str, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +94,7 @@ def test_exchanges_give_the_same_bits_with_rows_and_without(
     assert all(map(same_bits, with_rows, without))
 
 
-@pytest.mark.parametrize("codec", ["sign", "qsgd", "topk:ratio=0.1", "natural", "terngrad", "randomk:ratio=0.1"])
+@pytest.mark.parametrize("codec", ["sign", "qsgd", "onebit", "natural", "terngrad", "randomk:ratio=0.1"])
 def test_damage_that_shows_in_single_frames_is_found_in_rows(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     messages, names = GenericOnHost(parse(codec)), [f"layer.{number}" for number in range(len(SIZES))]
     table, x = Table.of(names, SIZES, [1]), [gradient(n, seed=n) for n in SIZES]

@@ -74,7 +74,7 @@ class Kept(ABC):
 
     @property
     @abstractmethod
-    def residuals(self) -> list[torch.Tensor | None]:
+    def residuals(self) -> Sequence[torch.Tensor | None]:
         """As in Reduced, of each tensor, without the scale."""
 
     @property

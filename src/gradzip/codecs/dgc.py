@@ -23,7 +23,7 @@ import torch
 
 from .. import saved
 from ..errors import Unsupported
-from . import selection
+from . import selection, sparse_batch
 from .base import Context, Sparse, register, wide
 from .sparse import SparseFrame, check_ratio, kept
 
@@ -41,6 +41,7 @@ class DGC(SparseFrame):
     error: ClassVar[str] = "the smaller values; kept inside, with their momentum"
     fixed_size: ClassVar[bool] = False
     transforms: ClassVar[bool] = True  # it gives a momentum
+    state_fields: ClassVar[tuple[str, ...]] = ("own_u", "own_v")
 
     ratio: float = 0.001  # part of the values that is sent; higher = closer to the gradient
     momentum: float = 0.9  # instead of the optimizer's
@@ -71,7 +72,7 @@ class DGC(SparseFrame):
 
     @classmethod
     def check_state(cls, field: str, where: str, value: Any, shape: Sequence[int]) -> None:
-        if field not in ("own_u", "own_v"):
+        if field not in cls.state_fields:
             raise Unsupported(f"the state's {where!r} is not a field of dgc, which keeps own_u and own_v: {saved.CURE}")
         saved.floats(where, value, numel=math.prod(shape))
 
@@ -81,14 +82,40 @@ class DGC(SparseFrame):
             limit = self.clip / math.sqrt(ctx.world)
             norm = torch.linalg.vector_norm(gradient)
             gradient = torch.where(norm > limit, gradient * (limit / norm), gradient)
-        u, v = ctx.state.get("own_u"), ctx.state.get("own_v")
-        u = gradient if u is None else self.momentum * u.view(-1) + gradient
-        v = u if v is None else v.view(-1) + u
+        u, v = self._momentum(gradient, ctx)
 
         index = selection.largest(v, kept(self.ratio_at(ctx.step), x.numel()))
-        due = v[index] * ctx.scale
-        most = torch.finfo(x.dtype).max
-        values = torch.where(due.isfinite(), due.clamp(-most, most), due).to(x.dtype)
+        values = self._due(v[index], x.dtype, ctx)
         ctx.state["own_u"] = u.index_fill(0, index, 0) if index.numel() < x.numel() else u
         ctx.state["own_v"] = v.index_copy(0, index, v[index] - wide(values) / ctx.scale)
         return self._write(Sparse(index, values), x.numel(), ctx, body)
+
+    def pick(self, x: torch.Tensor, batch: sparse_batch.Batch, ctx: Context) -> sparse_batch.Picked:
+        gradient = wide(x) / ctx.scale
+        if self.clip:
+            limit = self.clip / math.sqrt(ctx.world)
+            norms = [torch.linalg.vector_norm(each) for each in gradient.split_with_sizes(batch.sizes.tolist())]
+            norm = torch.stack(norms).repeat_interleave(torch.from_numpy(batch.sizes))
+            gradient = torch.where(norm > limit, gradient * (limit / norm), gradient)
+        u, v = self._momentum(gradient, ctx)
+
+        ratio = self.ratio_at(ctx.step)
+        counts = batch.by_size(lambda numel: kept(ratio, numel))
+        index = sparse_batch.largest(v, batch, counts)
+        values = self._due(v[index], x.dtype, ctx)
+        is_late = torch.from_numpy((counts < batch.sizes).repeat(counts))
+        ctx.state["own_u"] = u.index_fill(0, index[is_late], 0)
+        ctx.state["own_v"] = v.index_copy(0, index, v[index] - wide(values) / ctx.scale)
+        return sparse_batch.Picked(index, values, counts)
+
+    def _momentum(self, gradient: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """u and v with a step's gradient."""
+        u, v = ctx.state.get("own_u"), ctx.state.get("own_v")
+        u = gradient if u is None else self.momentum * u.view(-1) + gradient
+        return u, u if v is None else v.view(-1) + u
+
+    def _due(self, v: torch.Tensor, dtype: torch.dtype, ctx: Context) -> torch.Tensor:
+        """What is sent of it."""
+        due = v * ctx.scale
+        most = torch.finfo(dtype).max
+        return torch.where(due.isfinite(), due.clamp(-most, most), due).to(dtype)

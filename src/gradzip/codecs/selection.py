@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from ..engines.cuda import pack_select
@@ -56,13 +57,32 @@ def _reached(x: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tenso
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:
     """As `largest`. torch.topk leaves open which of several equal values it takes."""
+    if magnitude.dim() > 1:
+        return _largest_of_rows(magnitude, k)
     limit = magnitude.topk(k, sorted=False).values.amin(-1, True)
     chosen = magnitude >= limit
-    if magnitude.device.type != "cpu" or bool((chosen.sum(-1) != k).any()):  # of equal ones, the first
-        above, equal = magnitude > limit, magnitude == limit
-        room = k - above.sum(-1, True)
-        chosen = above | (equal & (equal.cumsum(-1) <= room))
-    return chosen.nonzero()[:, -1].view(*magnitude.shape[:-1], k)
+    if magnitude.device.type != "cpu" or int(chosen.sum()) != k:
+        chosen = _first_of_equals(magnitude, limit, k)
+    return chosen.nonzero().view(-1)
+
+
+def _largest_of_rows(magnitude: torch.Tensor, k: int) -> torch.Tensor:
+    """The same on a CPU, where numpy finds the limits of short rows in a third of the time."""
+    at = magnitude.shape[-1] - k
+    limit = torch.from_numpy(np.partition(magnitude.numpy(), at)[..., at : at + 1].copy())
+    chosen = magnitude >= limit
+    too_many = (chosen.sum(-1) != k).nonzero().view(-1)
+    if too_many.numel():
+        chosen[too_many] = _first_of_equals(magnitude[too_many], limit[too_many], k)
+    places = torch.from_numpy(np.flatnonzero(chosen.numpy())).view(-1, k)
+    return places - magnitude.shape[-1] * torch.arange(len(places))[:, None]
+
+
+def _first_of_equals(magnitude: torch.Tensor, limit: torch.Tensor, k: int) -> torch.Tensor:
+    """Which are the k largest: of those equal to the least of them, the first."""
+    above, equal = magnitude > limit, magnitude == limit
+    room = k - above.sum(-1, True)
+    return above | (equal & (equal.cumsum(-1) <= room))
 
 
 def largest_by_sorting(magnitude: torch.Tensor, k: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 
 from .. import wire
 from ..errors import Corrupt, Unsupported
-from . import selection
-from .base import Codec, Context, Lossy, Sparse, register, typed
+from . import selection, sparse_batch
+from .base import Codec, Context, Lossy, Sparse, register, typed, wide
 from .packing import pack_positions, position_bytes, unpack_positions
 from .random import Keys, key_of, keys_of
 
@@ -60,9 +60,15 @@ def kept(ratio: float, numel: int) -> int:
 class SparseFrame(Codec, ABC):
     """Values with their positions. Body: `[8] count`, the values, and their positions as packing.py writes them."""
 
+    state_fields: ClassVar[tuple[str, ...]] = ()  # of Context.state: a tensor each, with a number for each value
+
     @abstractmethod
     def most(self, numel: int) -> int:
         """How many of `numel` values a frame holds at the most."""
+
+    @abstractmethod
+    def pick(self, x: torch.Tensor, batch: sparse_batch.Batch, ctx: Context) -> sparse_batch.Picked:
+        """What `_encode` would send of each of many tensors, on a CPU. `ctx.state` has theirs one behind the other."""
 
     @property
     def densest(self) -> Codec:
@@ -115,7 +121,6 @@ class TopK(_Ratio, SparseFrame):
     wire_id: ClassVar[int] = 6
     summary: ClassVar[str] = "the largest values, with their positions"
     error: ClassVar[str] = "the smaller values; fed back"
-    codes_rows: ClassVar[bool] = True
 
     def most(self, numel: int) -> int:
         return self.kept(numel)
@@ -124,6 +129,11 @@ class TopK(_Ratio, SparseFrame):
         index = selection.largest(x, self.kept(x.shape[-1]))
         values = x[index] if x.dim() == 1 else x.gather(-1, index)
         return self._write(Sparse(index, values), x.shape[-1], ctx, body)
+
+    def pick(self, x: torch.Tensor, batch: sparse_batch.Batch, ctx: Context) -> sparse_batch.Picked:
+        counts = batch.by_size(self.kept)
+        index = sparse_batch.largest(x, batch, counts)
+        return sparse_batch.Picked(index, x[index], counts)
 
 
 @register
@@ -156,6 +166,17 @@ class Threshold(Lossy, SparseFrame):
         if index.numel() < fewest(x.numel()):
             index = selection.largest(x, fewest(x.numel()))
         return self._write(Sparse(index, x[index]), x.numel(), ctx, body)
+
+    def pick(self, x: torch.Tensor, batch: sparse_batch.Batch, ctx: Context) -> sparse_batch.Picked:
+        reaching = ~(wide(x).abs() < self.value * ctx.scale)
+        index, counts = sparse_batch.at_least(x, batch, reaching, batch.by_size(fewest))
+        return sparse_batch.Picked(index, x[index], counts)
+
+
+def union(x: torch.Tensor, batch: sparse_batch.Batch) -> sparse_batch.Picked:
+    """What the codecs that `SparseFrame.for_sum` gives would send of each of many tensors."""
+    index, counts = sparse_batch.at_least(x, batch, x != 0, batch.by_size(fewest))
+    return sparse_batch.Picked(index, x[index], counts)
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,35 @@ class Values:
         starts: Column = self.kept["addresses"][columns.tensor] + columns.start * self.tensors[0].itemsize
         return starts
 
+    @property
+    def joined(self) -> torch.Tensor | None:
+        """One view of all tensors, where they lie one behind the other in memory as those of DDP's buckets do."""
+        if "joined" not in self.kept:
+            self.kept["joined"] = _joined(self.tensors)
+        joined: torch.Tensor | None = self.kept["joined"]
+        return joined
+
     def divide(self, table: Table, owner: int, by: int) -> None:
         """Divides an owner's parts, in place."""
         torch._foreach_div_(self.parts(table, owner), by)
 
 
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    first, end = tensors[0], tensors[0].data_ptr()
+    if first.device.type != "cpu":
+        return None
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or tensor.data_ptr() != end or tensor.dtype != first.dtype or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
 class Stretch(Values):
     """Memory for the parts of one owner, at their places in its frame."""
+
+    joined = None  # they do not lie as whole tensors do
 
     def __init__(self, table: Table, owner: int, kind: torch.dtype) -> None:
         self._flat = torch.empty(table.length(owner), dtype=kind, device=streams.current().device)

@@ -18,6 +18,7 @@ from .on_host.gcomp import GCompOnHost
 from .on_host.generic import GenericOnHost
 from .on_host.noise import NoiseOnHost
 from .on_host.scaled import ScaledOnHost
+from .on_host.sparse import SparseOnHost
 from .on_stream.coded import CodedOnStream
 from .on_stream.message import RawOnStream, StreamCodec
 from .on_stream.noise import NoiseOnStream
@@ -35,6 +36,7 @@ def _scaled(codec: Scaled) -> MessageCodec:
 _OWN: dict[str, Callable[[Any], MessageCodec]] = {
     **{"gcomp": GCompOnHost, "noise": NoiseOnHost},
     **dict.fromkeys(("int8", "int4", "fp8"), _scaled),
+    **dict.fromkeys(("topk", "threshold", "dgc"), SparseOnHost),
 }
 _RAW: dict[str, Callable[[Any], Raw]] = {
     "identity": lambda codec: Raw(str(codec)),

@@ -67,7 +67,9 @@ class GCompCoder(GenericCoder):
         memory.forms |= dict.fromkeys(self.message.names, self.codec.error_memory)
         for name, tensor in zip(self.message.names, values.shaped):
             memory.compensate(name, tensor, self.message.scale)
-            self._lost.append(memory.room(name, tensor).zero_())  # values that go out uncoded lose nothing
+        rooms = [memory.room(name, tensor) for name, tensor in zip(self.message.names, values.shaped)]
+        torch._foreach_zero_(rooms)  # values that go out uncoded lose nothing
+        self._lost = rooms
 
     def _begin(self, values: Values) -> None:
         """What is asked of the gradients before anything is added to them: that has bits of its own."""

@@ -50,8 +50,9 @@ class GCompDeviceCoder(GCompCoder):
         for tensor, total in zip(values.shaped, totals):
             if total is not tensor:
                 tensor.copy_(total)
-        self._lost = [memory.room(name, tensor) for name, tensor in zip(self.message.names, values.shaped)]
-        torch._foreach_zero_(self._lost)  # values that go out uncoded lose nothing
+        rooms = [memory.room(name, tensor) for name, tensor in zip(self.message.names, values.shaped)]
+        torch._foreach_zero_(rooms)  # values that go out uncoded lose nothing
+        self._lost = rooms
 
     def _engine_for(self, flat: Sequence[torch.Tensor]) -> ModuleType | None:
         floors = self.message.floors

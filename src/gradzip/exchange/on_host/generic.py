@@ -22,12 +22,14 @@ from ...codecs.base import wide
 from ...codecs.gcomp import is_reach
 from ...codecs.sparse import scatter
 from ...errors import Corrupt
+from ...feedback import Memory, is_exact
 from ..coding import Coder, Frames, Message, MessageCodec, Values
 from ..flattening import flatten, unflatten
 from ..parts import Column, Part, Table
 from ..program import Hop
 from . import streams
 from .equal_parts import ENTRY, LONGEST, EqualParts, PartRun, frames_of_group
+from .residuals import LostTogether, Split
 
 
 class GenericOnHost(MessageCodec):
@@ -55,7 +57,7 @@ class GenericCoder(Coder):
         self.codec = codec
         self._contexts: dict[int, Context] = {}  # of whole tensors
         self._own = Values([])
-        self._lost: list[torch.Tensor] = []  # of each of the rank's own tensors, flat
+        self._lost: Sequence[torch.Tensor] = []  # of each of the rank's own tensors, flat
 
     @property
     def _feeds_back(self) -> bool:
@@ -70,21 +72,47 @@ class GenericCoder(Coder):
         if memory is None or not self._feeds_back:
             super().measure(values)
             return
+        together = self._keeps_together(values, memory)
+        if together and isinstance(kept := memory.kept_by(values, self.message.names), LostTogether):
+            assert values.joined is not None
+            values.joined.add_(kept.lost.flat, alpha=self.message.scale)
+            self._lost = Split.zeros([tensor.numel() for tensor in values.tensors])
+            return
         totals = memory.compensated_all(self.message.names, values.shaped, self.message.scale)
         for tensor, total in zip(values.shaped, totals):
             if total is not tensor:
                 tensor.copy_(total)
-            # Values that go out uncoded lose nothing but this: what rounding to the gradients' own type takes.
-            narrow = tensor.itemsize < 4
-            lost = flatten(wide(total) - wide(tensor), tensor) if narrow else tensor.new_zeros(tensor.numel())
-            self._lost.append(lost)
+        if together:
+            self._lost = Split.zeros([tensor.numel() for tensor in values.tensors])
+            return
+        # Values that go out uncoded lose nothing but this: what rounding to the gradients' own type takes.
+        self._lost = [
+            flatten(wide(total) - wide(tensor), tensor) if tensor.itemsize < 4 else tensor.new_zeros(tensor.numel())
+            for tensor, total in zip(values.shaped, totals)
+        ]
+
+    def _keeps_together(self, values: Values, memory: Memory) -> bool:
+        """Whether what is lost of all gradients is one tensor, as far as these and Memory allow that."""
+        message, simple = self.message, self.codec.error_memory == "fp32" and is_exact(self.message.scale)
+        if not simple or memory.patient or message.dtype != torch.float32 or streams.current().on_device:
+            return False
+        if "together" not in values.kept:
+            shaped = all(tensor.is_contiguous() for tensor in values.shaped)
+            values.kept["together"] = shaped and values.joined is not None
+        return bool(values.kept["together"])
 
     def finish(self) -> None:
         memory = self.message.memory
         if memory is None or not self._feeds_back:
             super().finish()
             return
-        residuals = self._lost if self.message.scale == 1 else torch._foreach_div(self._lost, self.message.scale)
+        if isinstance(self._lost, Split):
+            flat, shapes = self._lost.flat, [tensor.shape for tensor in self._own.shaped]
+            flat = flat if self.message.scale == 1 else flat.div_(self.message.scale)
+            memory.keep_all(self._own, self.message.names, "", LostTogether(self._lost.shaped(flat, shapes)))
+            return
+        lost, scale = list(self._lost), self.message.scale
+        residuals = lost if scale == 1 else torch._foreach_div(lost, scale)
         for name, tensor, residual in zip(self.message.names, self._own.shaped, residuals):
             memory.keep(name, unflatten(residual, tensor))
 
@@ -116,16 +144,30 @@ class GenericCoder(Coder):
     def decode(
         self, table: Table, owner: int, frames: Frames, own: Values | None, hop: Hop, out: Values, by: int
     ) -> None:
-        parts, stream = table.of_owner(owner), streams.current()
+        parts = table.of_owner(owner)
         terms = [None if frame is None else Places(frame, len(parts)) for frame in frames]
-        there = [None if frame is None else stream.there(frame) for frame in frames]
         mine = None if own is None else own.parts(table, owner)
         equal, targets = self._equal_parts(table, owner, hop), out.parts(table, owner)
         left = set(range(len(parts)))
         for group in range(len(equal.groups)):
             if self._decode_rows(equal, group, terms, mine, hop, targets, by):
                 left.difference_update(equal.groups[group])
-        for number in sorted(left):
+        self._decode_each(sorted(left), parts, terms, mine, hop, targets, by)
+
+    def _decode_each(
+        self,
+        numbers: Sequence[int],
+        parts: Sequence[Part],
+        terms: Sequence[Places | None],
+        mine: Sequence[torch.Tensor] | None,
+        hop: Hop,
+        targets: Sequence[torch.Tensor],
+        by: int,
+    ) -> None:
+        """`decode` of some of an owner's parts, one by one."""
+        stream = streams.current()
+        there = [None if term is None or not numbers else stream.there(term.data) for term in terms]
+        for number in numbers:
             part, target = parts[number], targets[number]
             kind = torch.promote_types(target.dtype, torch.float32)
             total = target if target.dtype == kind else torch.empty_like(target, dtype=kind)
@@ -359,6 +401,11 @@ class FrameWriter:
         room[:, :size], room[:, size:] = frames, 0
         self._at += count * padded
         self._sizes += [size] * count
+
+    def wrote(self, sizes: Column) -> None:
+        """Frames of so many bytes have been written to `room`, padded."""
+        self._at += int((sizes + -sizes % ENTRY).sum())
+        self._sizes += sizes.tolist()
 
     def end(self, host: torch.Tensor | None = None) -> int:
         """Bytes written, with the sizes; they go to the host's memory, where that is another one."""

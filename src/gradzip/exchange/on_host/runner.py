@@ -198,11 +198,15 @@ class SentMessage(Sent):
         self.coder.finish()
         added = self.coder.added_noise(self.values)
         if added is None:
-            outcome.finite = all_finite(self.values.tensors) if self.finite is None else self.finite()
+            outcome.finite = self._all_finite() if self.finite is None else self.finite()
         else:
             outcome.finite = math.isfinite(added.squares)
             outcome.noise, outcome.squares, outcome.coarser = added.noise, added.squares, added.coarser
             outcome.allowed, outcome.values = added.share * added.squares, sum(self.prepared.program.sizes)
+
+    def _all_finite(self) -> bool:
+        joined = self.values.joined
+        return all_finite(self.values.tensors if joined is None else [joined])
 
 
 class HostRunner:
