@@ -30,14 +30,27 @@ class PartRun:
 class EqualParts:
     """An owner's parts, grouped by size."""
 
-    def __init__(self, parts: Sequence[Part], longest: int = LONGEST) -> None:
-        """`longest`: values of a part in a group, at the most."""
+    def __init__(self, parts: Sequence[Part], longest: int = LONGEST, sizes: Sequence[int] = ()) -> None:
+        """`longest`: values of a part in a group, at the most; `sizes`: of all tensors of the message, if known."""
         by_size: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             by_size.setdefault(part.numel if part.numel <= longest else -1, []).append(number)
         self.parts = parts
         self._names: list[list[str]] | None = None
         self.groups = [numbers for size, numbers in by_size.items() if size > 0 and len(numbers) > 1]
+        ends = np.cumsum(sizes)
+        self._places = [self._place(group, ends) if len(sizes) else None for group in self.groups]
+
+    def _place(self, group: Sequence[int], ends: Column) -> int | None:
+        """Where a group begins in the message, if nothing lies between its parts."""
+        found = [self.parts[number] for number in group]
+        starts = np.array([(ends[part.tensor - 1] if part.tensor else 0) + part.start for part in found], np.int64)
+        return int(starts[0]) if (np.diff(starts) == found[0].numel).all() else None
+
+    def rows_in(self, group: int, flat: torch.Tensor | None) -> torch.Tensor | None:
+        """A group's parts as rows of the message's values, where these lie as one; else None."""
+        at, count, numel = self._places[group], len(self.groups[group]), self.parts[self.groups[group][0]].numel
+        return None if at is None or flat is None else flat[at : at + count * numel].view(count, numel)
 
     def of_group(self, group: int, of_parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of an owner's tensors that are of a group."""

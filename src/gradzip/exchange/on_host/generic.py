@@ -129,7 +129,8 @@ class GenericCoder(Coder):
         stream, count = streams.current(), len(table.of_owner(owner))
         there = stream.room(room)
         writer, equal, xs = FrameWriter(there, count), self._equal_parts(table, owner, hop), values.parts(table, owner)
-        coded = [self._encode_rows(equal, group, xs, hop) for group in range(len(equal.groups))]
+        flat = values.joined if equal.groups else None
+        coded = [self._encode_rows(equal, group, xs, hop, flat) for group in range(len(equal.groups))]
         for run in equal.runs:
             if run.group >= 0:
                 frames, _ = coded[run.group]
@@ -150,7 +151,8 @@ class GenericCoder(Coder):
         equal, targets = self._equal_parts(table, owner, hop), out.parts(table, owner)
         left = set(range(len(parts)))
         for group in range(len(equal.groups)):
-            if self._decode_rows(equal, group, terms, mine, hop, targets, by):
+            flats = None if own is None else own.joined, out.joined
+            if self._decode_rows(equal, group, terms, mine, hop, targets, by, *flats):
                 left.difference_update(equal.groups[group])
         self._decode_each(sorted(left), parts, terms, mine, hop, targets, by)
 
@@ -192,14 +194,18 @@ class GenericCoder(Coder):
         batches &= hop.own or type(codec).for_sum is Codec.for_sum
         key = table.digest, owner, "rows" if batches else "parts"
         if key not in kept:
-            kept[key] = EqualParts(table.of_owner(owner), LONGEST if batches else 0)
+            sizes = [tensor.numel() for tensor in self._own.tensors]
+            kept[key] = EqualParts(table.of_owner(owner), LONGEST if batches else 0, sizes)
         equal: EqualParts = kept[key]
         return equal
 
     def _encode_rows(
-        self, equal: EqualParts, group: int, of_owner: Sequence[torch.Tensor], hop: Hop
+        self, equal: EqualParts, group: int, of_owner: Sequence[torch.Tensor], hop: Hop, flat: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_encode_part` for a group: frames as rows; and what others decode, where that is known."""
+        """`_encode_part` for a group: frames as rows; and what others decode, where that is known.
+
+        `flat`: all values of the message, where they lie as one.
+        """
         memory, codec, names = self.message.memory, self.codec, equal.names(self._name)[group]
         parts, xs = [equal.parts[number] for number in equal.groups[group]], equal.of_group(group, of_owner)
         feeds_back = memory is not None and self._feeds_back
@@ -209,7 +215,9 @@ class GenericCoder(Coder):
                 memory.compensated(name, x, self._unit(hop), stage_of(hop, part))
                 for name, x, part in zip(of_tensors, xs, parts)
             ]
-        x, message = torch.stack(xs), self.message
+            flat = None
+        x, message = equal.rows_in(group, flat), self.message
+        x = torch.stack(xs) if x is None else x
         context = Context("", message.step, message.seed, message.rank, message.world, message.scale, names=names)
         size, start = codec.bound(x.shape[1], x.dtype), wire.HEADER_BYTES
         frames = torch.zeros(len(parts), size + -size % ENTRY, dtype=torch.uint8)
@@ -224,7 +232,12 @@ class GenericCoder(Coder):
             codec._decode(frames[:, start:size], context, decoded, False)
         else:
             scatter(*context.sent, decoded, add=False)
-        lost = list((x - decoded).unbind())
+        of_all = x - decoded
+        noted = equal.rows_in(group, self._lost.flat if isinstance(self._lost, Split) else None)
+        if hop.own and noted is not None:
+            noted += of_all
+            return frames[:, :size], decoded
+        lost = list(of_all.unbind())
         if hop.own:
             torch._foreach_add_([self._lost[part.tensor][part.start : part.stop] for part in parts], lost)
         for part, of_part in zip(parts, lost) if not hop.own else ():
@@ -241,6 +254,8 @@ class GenericCoder(Coder):
         hop: Hop,
         targets: Sequence[torch.Tensor],
         by: int,
+        flat_own: torch.Tensor | None,
+        flat_out: torch.Tensor | None,
     ) -> bool:
         """Adds up a group's parts; False: nothing is done, they are to be decoded one by one."""
         count, numel = len(equal.groups[group]), equal.parts[equal.groups[group][0]].numel
@@ -248,17 +263,19 @@ class GenericCoder(Coder):
         codecs = [None if found is None else self._decoder_of_rows(found, numel) for found in frames]
         if any(term is not None and codec is None for term, codec in zip(terms, codecs)):
             return False
-        total, context = torch.empty(count, numel), Context()
+        there = equal.rows_in(group, flat_out if flat_out is not None and flat_out.dtype == torch.float32 else None)
+        total, context = torch.empty(count, numel) if there is None else there, Context()
         for place, (found, codec) in enumerate(zip(frames, codecs)):
             if found is not None and codec is not None:
                 codec._decode(found[:, wire.HEADER_BYTES :], context, total, place > 0)
                 continue
             assert mine is not None
-            term = self._rows_as_decoded(equal, group, mine, hop)
+            term = self._rows_as_decoded(equal, group, mine, hop, flat_own)
             total.add_(term) if place else total.copy_(term)
         if by > 1:
             total.div_(by)
-        torch._foreach_copy_(equal.of_group(group, targets), list(total.unbind()))
+        if there is None:
+            torch._foreach_copy_(equal.of_group(group, targets), list(total.unbind()))
         return True
 
     def _decoder_of_rows(self, frames: torch.Tensor, numel: int) -> Codec | None:
@@ -269,11 +286,13 @@ class GenericCoder(Coder):
         found = header.codec_id, header.dtype, header.numel, header.checksum
         return codec if codec.codes_rows and found == expected else None
 
-    def _rows_as_decoded(self, equal: EqualParts, group: int, mine: Sequence[torch.Tensor], hop: Hop) -> torch.Tensor:
+    def _rows_as_decoded(
+        self, equal: EqualParts, group: int, mine: Sequence[torch.Tensor], hop: Hop, flat: torch.Tensor | None
+    ) -> torch.Tensor:
         """What others would decode of this rank's own values."""
         if hop.ring:
             return torch.stack(equal.of_group(group, mine))
-        frames, decoded = self._encode_rows(equal, group, mine, hop)
+        frames, decoded = self._encode_rows(equal, group, mine, hop, flat)
         if decoded is None:
             decoded = torch.empty(len(frames), equal.parts[equal.groups[group][0]].numel)
             self.codec._decode(frames[:, wire.HEADER_BYTES :], Context(), decoded, False)
