@@ -27,7 +27,7 @@ from .. import wire
 from ..errors import Corrupt, Unsupported
 from .base import Context, Lossy, deliver, register, require_float32, typed
 from .packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
-from .random import key_of, stream, streams
+from .random import key_of, keys_of, stream, streams
 from .sums import ordered_sum
 
 TRITS = 0  # as the number of bits of a code: three values, five to a byte
@@ -177,7 +177,8 @@ class QuantizedCodec(Lossy, ABC):
 def _drawn(ctx: Context, x: torch.Tensor, bits: int) -> torch.Tensor:
     """So many random bits for each value, this rank's own."""
     if x.dim() > 1:
-        return streams([draws_key(name, ctx.step, ctx.rank, ctx.seed) for name in ctx.names], x.shape[-1], bits)
+        keys = keys_of(ctx.seed, ctx.step, [f"{name}#{ctx.rank}" for name in ctx.names])  # as draws_key
+        return streams(keys, x.shape[-1], bits)
     return stream(draws_key(ctx.name, ctx.step, ctx.rank, ctx.seed), x.numel(), bits, x.device)
 
 

@@ -69,10 +69,10 @@ def stream(key: int, numel: int, bits: int, device: torch.device) -> torch.Tenso
     return out
 
 
-def streams(keys: Sequence[int], numel: int, bits: int) -> torch.Tensor:
+def streams(keys: Keys, numel: int, bits: int) -> torch.Tensor:
     """`stream` for several keys, a row for each, on the CPU; `numel` is below 2^31."""
     index = torch.arange(numel, dtype=torch.int32)
-    halves = torch.tensor([(_signed(key), _signed(key >> 32)) for key in keys], dtype=torch.int32)
+    halves = torch.from_numpy(keys.astype("<u8").view("<i4").reshape(-1, 2))  # the lower ones and the upper ones
     out = torch.empty(len(keys), numel, dtype=torch.int32)
     rows = max(1, _CHUNK_ON_CPU // max(numel, 1))
     for start in range(0, len(keys), rows):
