@@ -484,10 +484,11 @@ class Natural(QuantizedCodec):
         sender = Natural(bits)
         sender._check_size(body, out)
         every = torch.arange(1 << bits, dtype=torch.uint8, device=body.device)
-        value = sender.values(every, [body[..., 1:2]], out.dtype)
-        found = unpack(body[..., 4:], out.shape[-1], bits).int()
-        if found.dim() > 1:  # each row has a table of its own
-            found = found + (torch.arange(len(found), dtype=torch.int32) << bits)[:, None]
+        found, top = unpack(body[..., 4:], out.shape[-1], bits).int(), body[..., 1:2]
+        if found.dim() > 1:  # rows of equal tops share a table
+            tops, table = torch.unique(top, return_inverse=True)
+            top, found = tops[:, None], found + (table.int() << bits)
+        value = sender.values(every, [top], out.dtype)
         values = value.view(-1).index_select(0, found.view(-1)).view(found.shape)
         if bool(values.isnan().any()):
             raise Corrupt("a code stands for no power of two")
