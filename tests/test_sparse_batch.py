@@ -178,7 +178,7 @@ def test_damage_is_found_or_decoded_as_in_single_frames(text: str, monkeypatch: 
     for at, change in zip(range(0, size, 2), itertools.cycle((0x41, 0x80, 0x06))):
         damaged = room[:size].clone()
         damaged[at] ^= change
-        outcomes = []
+        outcomes: list[torch.Tensor | str] = []
         for longest in (1 << 16, 0):
             monkeypatch.setattr(sparse, "LONGEST", longest)
             fresh, out = messages.coder(Message(names, torch.float32)), [torch.zeros(n) for n in sizes]
