@@ -5,6 +5,7 @@
     gradzip bench codec --device cuda --input gradient.pt --csv gpu_codec.csv    # on a GPU
     sh bench/net.sh                                                              # net.csv
     gradzip emulate --hosts 4 --rate 1gbit -- python bench/steps.py --csv steps_cpu.csv --network '4 x 1 Gbit/s'
+    gradzip emulate --hosts 4 --rate 1gbit -- python bench/steps.py --model small --torch bf16 --csv steps_cpu.csv
     G='gradzip emulate --gpu-share --hosts 4 --rate 10gbit --'                   # on a GPU
     $G gradzip bench net --device cuda --values 6553600,65536000 --input gradient.pt --csv net_gpu.csv
     torchrun --nproc-per-node 1 bench/steps.py --model gpt2 --steps 9 --network 'one rank' --csv steps_gpu.csv
@@ -76,7 +77,8 @@ Median of a few steps with AdamW on random batches, of the slowest rank: a perce
 and GPT-2 of 124 M in BF16 autocast on one H200, by one rank (where gradzip codes nothing) and by four that share it.
 What gradzip's rows of one rank differ by is noise. Gradients of random words compress better than those of text
 (results.md). *torch* are torch's own hooks; their ratio is not counted. All replicas ended with the same bits. Rows of
-four ranks on the H200 are older than the runners that carry them now.
+four ranks on the H200, and of the perceptron, are older than the runners that carry them now. The rows of 1,000 small
+tensors show what a tensor costs whatever its size: there the exchange is hardly the bottleneck.
 
 | network | device | hook | ms | speed-up | ratio |
 |---|---|---|---|---|---|
