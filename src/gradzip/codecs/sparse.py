@@ -91,25 +91,22 @@ class SparseFrame(Codec, ABC):
 
     def _write(self, sent: Sparse, numel: int, ctx: Context, body: torch.Tensor) -> int:
         index, values = ctx.sent = sent
-        count = index.shape[-1]
+        count = index.numel()
         size, positions = sparse_bytes(numel, count, values.itemsize), _COUNT_BYTES + count * values.itemsize
         write_number(body, count)
-        body[..., _COUNT_BYTES:positions] = values.view(torch.uint8)
-        body[..., positions:size] = pack_positions(index, numel)
+        body[_COUNT_BYTES:positions] = values.view(torch.uint8)
+        body[positions:size] = pack_positions(index, numel)
         return size
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         near = body if ctx.near is None else ctx.near[ctx.near.numel() - body.numel() :]
-        numel, size = out.shape[-1], body.shape[-1]
-        first = near if near.dim() == 1 else near[0]
-        count = read_number(first) if size >= _COUNT_BYTES else -1
+        numel, size = out.numel(), body.numel()
+        count = read_number(near) if size >= _COUNT_BYTES else -1
         if not fewest(numel) <= count <= numel or size != sparse_bytes(numel, count, out.itemsize):
             raise Corrupt(f"{count} of {numel} values do not make a body of {size} bytes")
-        if near.dim() > 1 and bool((near[:, :_COUNT_BYTES] != first[:_COUNT_BYTES]).any()):
-            raise Corrupt(f"not all frames that were made together hold {count} of {numel} values")
         positions = _COUNT_BYTES + count * out.itemsize
-        index = unpack_positions(body[..., positions:], numel, count, near[..., positions:])
-        scatter(index, typed(body[..., _COUNT_BYTES:positions], out.dtype), out, add)
+        index = unpack_positions(body[positions:], numel, count, near[positions:])
+        scatter(index, typed(body[_COUNT_BYTES:positions], out.dtype), out, add)
 
 
 @register
@@ -126,9 +123,8 @@ class TopK(_Ratio, SparseFrame):
         return self.kept(numel)
 
     def _encode(self, x: torch.Tensor, ctx: Context, body: torch.Tensor) -> int:
-        index = selection.largest(x, self.kept(x.shape[-1]))
-        values = x[index] if x.dim() == 1 else x.gather(-1, index)
-        return self._write(Sparse(index, values), x.shape[-1], ctx, body)
+        index = selection.largest(x, self.kept(x.numel()))
+        return self._write(Sparse(index, x[index]), x.numel(), ctx, body)
 
     def pick(self, x: torch.Tensor, batch: sparse_batch.Batch, ctx: Context) -> sparse_batch.Picked:
         counts = batch.by_size(self.kept)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...engines.cuda.noise_message import NoiseKernels
+from ...errors import Unsupported
 from ...routes import NAMED
 from ..coding import MessageCodec, Raw
 from ..program import Program
@@ -80,11 +81,15 @@ class DeviceMessage(Checked):
 
     def keep(self, step: int) -> None:
         """Instead of `reduce` in a reduce-scatter (calls.py): adds up what came, into the rank's own parts."""
-        raise NotImplementedError(f"{type(self).__name__} has no place in a reduce-scatter: see calls.py")
+        raise Unsupported(
+            f"{self.program.codec} is not for a reduce-scatter by streams: no rank adds up the frames of its part. "
+            "Use noise, int8, int4, fp8, cast or identity"
+        )
 
-    def lost(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What was lost of the gradients and of sums, for `residuals`: new memory in each step."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no residuals")
+    def lost(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """What was lost of the gradients and of sums, for `residuals`: new memory in each step. None: nothing is fed
+        back."""
+        return None
 
     def resize(self, sizes: Mapping[str, int]) -> bool:
         """Goes over to slots of other sizes, on the current stream; False: it takes a new message."""

@@ -306,8 +306,8 @@ class StreamRunner:
             stages = self.times.of(message.program)
             stages.start()
             message.decode(self._step)
-            if message.residuals is not None:
-                self._note(*message.residuals.end(*message.lost()))
+            if message.residuals is not None and (lost := message.lost()) is not None:
+                self._note(*message.residuals.end(*lost))
             stages.stop(DECODE)
             if message.noise_kernels is None:
                 self._norms.append(message.norm())
