@@ -156,9 +156,9 @@ def position_bytes(numel: int, count: int) -> int:
 
 def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     """Ascending int64 indices below `numel` as bytes."""
-    count = index.shape[-1]
+    count = index.numel()
     if count == 0:
-        return index.new_empty(index.shape, dtype=torch.uint8)
+        return index.new_empty(0, dtype=torch.uint8)
     width = _low_width(numel, count)
     if width == 0:
         return pack(_marked(index, numel), 1)
@@ -166,7 +166,7 @@ def pack_positions(index: torch.Tensor, numel: int) -> torch.Tensor:
     if width % 8:
         parts.append(pack((index >> width // 8 * 8 & (1 << width % 8) - 1).to(torch.uint8), width % 8))
     upper = (index >> width) + torch.arange(count, device=index.device)
-    return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)], -1)
+    return torch.cat([*parts, pack(_marked(upper, _upper_bits(numel, count, width)), 1)])
 
 
 def unpack_positions(
@@ -176,31 +176,28 @@ def unpack_positions(
 
     Unless `checked`, nothing waits for a GPU, and bytes that nobody has packed become some indices below numel.
     """
-    assert data.shape[-1] == position_bytes(numel, count)
+    assert data.numel() == position_bytes(numel, count)
     if count == 0:
-        return data.new_empty(data.shape, dtype=torch.int64)
+        return data.new_empty(0, dtype=torch.int64)
     width, near = _low_width(numel, count), data if near is None else near
     start = _low_bytes(count, width) if width else 0
     bits = _upper_bits(numel, count, width) if width else numel
-    marks = unpack(data[..., start:], bits, 1, near[..., start:], checked)
-    if checked and marks.dim() > 1 and bool((marks.sum(-1, dtype=torch.int32) != count).any()):
-        raise Corrupt(f"not {count} positions are marked in each row, where {count} values follow")
-    marked = marks.nonzero()[:, -1] if checked else _places(marks, count)
-    if marks.dim() == 1 and marked.numel() != count:
+    marks = unpack(data[start:], bits, 1, near[start:], checked)
+    marked = marks.nonzero().view(-1) if checked else _places(marks, count)
+    if marked.numel() != count:
         raise Corrupt(f"{marked.numel()} positions are marked where {count} values follow")
-    marked = marked.view(*marks.shape[:-1], count)
     if width == 0:
         return marked
     index = (marked - torch.arange(count, device=data.device)) << width
     for plane in range(width // 8):
-        index |= data[..., plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
+        index |= data[plane * count : (plane + 1) * count].to(torch.int64) << 8 * plane
     if width % 8:
         low = slice(width // 8 * count, start)
-        odd = unpack(data[..., low], count, width % 8, near[..., low], checked)
+        odd = unpack(data[low], count, width % 8, near[low], checked)
         index |= odd.to(torch.int64) << width // 8 * 8
     if not checked:
         return index.clamp_(0, numel - 1)
-    if bool((index.diff() <= 0).any() | (index[..., -1] >= numel).any()):
+    if bool((index.diff() <= 0).any() | (index[-1] >= numel)):
         raise Corrupt(f"the positions do not ascend from 0 to {numel - 1}")
     return index
 
@@ -214,5 +211,4 @@ def _places(marks: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _marked(index: torch.Tensor, size: int) -> torch.Tensor:
-    marks = torch.zeros((*index.shape[:-1], size), dtype=torch.uint8, device=index.device)
-    return marks.scatter_(-1, index, 1) if index.dim() > 1 else marks.index_fill_(0, index, 1)
+    return torch.zeros(size, dtype=torch.uint8, device=index.device).index_fill_(0, index, 1)
