@@ -138,7 +138,7 @@ def instrument(profile: Profile) -> None:
 
 def run(
     name: str, codec: str, profile: Profile, device: torch.device, warm: int, steps: int, bucket_mb: float
-) -> float:
+) -> list[float]:
     from exchange_gpu import made, medians
 
     inner, loss_of = made(name, device, torch.channels_last)
@@ -170,7 +170,7 @@ def run(
 
     times = medians(step, warm, steps, profile.end_step)
     attached.detach()
-    return statistics.median(times)
+    return sorted(times)
 
 
 def primitives(device: torch.device) -> str:
@@ -239,7 +239,9 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             if dist.get_rank() == 0:
-                print(f"== {model} {codec}: {unmarked:.1f} ms a step, {marked:.1f} with events\n{host}")
+                took, also = statistics.median(unmarked), statistics.median(marked)
+                print(f"== {model} {codec}: {took:.1f} ms a step, {also:.1f} with events\n{host}")
+                print("all steps, ms: " + " ".join(f"{ms:.1f}" for ms in unmarked))
                 print("".join(stages[1:]), flush=True)
     dist.destroy_process_group()
 

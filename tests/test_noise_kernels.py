@@ -23,6 +23,7 @@ from gradzip.engines.noise_layout import Part, Slot
 from gradzip.errors import Corrupt, GradzipError, Unsupported
 from gradzip.exchange import parts
 from gradzip.exchange.parts import Table
+from gradzip.wire import HEADER_BYTES
 
 FEW = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -310,7 +311,9 @@ def test_a_message_with_resized_slots_has_the_frames_and_means_of_the_reference(
     assert not ranks.messages[0].resize(2 * largest, largest), "they have outgrown the buffers"
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.float32), (3, torch.float32), (4, torch.bfloat16), (9, torch.float32)]
+)
 def test_a_message_has_the_frames_and_means_of_the_reference(
     device: torch.device, world: int, dtype: torch.dtype
 ) -> None:
@@ -350,6 +353,27 @@ def test_a_frame_of_another_step_is_told_and_becomes_nan(device: torch.device) -
         for part in ranks.table.parts:
             values = ranks.tensors[rank][part.tensor][part.start : part.stop]
             assert bool(values.isnan().all()) == (part.owner != 1)
+
+
+def test_a_damaged_block_is_told_and_its_sums_are_nan(device: torch.device) -> None:
+    ranks = Ranks(device, 3, torch.float32)
+    size = ranks.slots[0]
+    for rank, message in enumerate(ranks.messages):
+        message.encode(5)
+        for peer, other in enumerate(ranks.messages[:rank]):
+            other.received[rank * size : (rank + 1) * size] = message.sent[peer * size : (peer + 1) * size]
+            message.received[peer * size : (peer + 1) * size] = other.sent[rank * size : (rank + 1) * size]
+    owner = ranks.messages[0]
+    counts = [part.numel for part in ranks.table.of_owner(0)]
+    places = [sum(map(layout.padded, counts[:number])) for number in range(len(counts))]
+    first = HEADER_BYTES + layout.blocks_offset(counts)
+    owner.received[2 * size + first] = 254  # the class of rank 2's first block
+    owner.add(5)
+    assert owner.status.cpu().tolist()[:3] == [0, 0, 16]
+    for place, part in zip(places, owner.sums):
+        inside = max(min(layout.BLOCK - place, part.numel()), 0)
+        assert bool(part[:inside].isnan().all())
+        assert not bool(part[inside:].isnan().any())
 
 
 def test_a_finite_message_of_one_rank_with_nan_is_nan_where_it_was(device: torch.device) -> None:

@@ -209,6 +209,12 @@ inline float __fadd_rn(float a, float b) { return with_gpu_nan(a + b); }
 inline float __fmul_rn(float a, float b) { return with_gpu_nan(a * b); }
 inline float __fsub_rn(float a, float b) { return with_gpu_nan(a - b); }
 inline float __fdiv_rn(float a, float b) { return with_gpu_nan(a / b); }
+inline float __fmaf_rn(float a, float b, float c) { return with_gpu_nan(std::fma(a, b, c)); }
+inline float __saturatef(float v) { return v > 0.0f ? v < 1.0f ? v : 1.0f : 0.0f; }
+inline int __float2int_rz(float v) { return v != v ? 0 : v >= 2147483648.0f ? INT32_MAX : v < -2147483648.0f ? INT32_MIN : int(v); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+template <class T>
+T __ldg(const T* p) { return *p; }
 template <class T>
 T __ldcg(const T* p) { return *p; }
 template <class T>

@@ -568,8 +568,8 @@ class Stage:
     """Calls that are launched one behind the other, with one look at the stream and little Python."""
 
     def __init__(self, calls: Sequence[StepCall]) -> None:
-        self._calls = [call for call in calls if call._groups]
-        self._on = self._calls[0]._on if self._calls else None
+        self.calls = [call for call in calls if call._groups]
+        self._on = self.calls[0]._on if self.calls else None
         self._starts: dict[int, list[Callable[[], None]]] = {}  # by stream
 
     def __call__(self, step: int) -> None:
@@ -580,9 +580,9 @@ class Stage:
         if starts is None:
             starts = self._starts[stream] = [
                 call._on.bind(call._kernel, call._arguments, call._groups, call._threads, stream, number > 0)
-                for number, call in enumerate(self._calls)
+                for number, call in enumerate(self.calls)
             ]
-        for call in self._calls:
+        for call in self.calls:
             _STEP.pack_into(call._arguments, call._step_at, step & 0xFFFFFFFF)
         for start in starts:
             start()

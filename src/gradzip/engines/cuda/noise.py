@@ -23,10 +23,13 @@ from ..noise_tables import LENGTHS, REACHES, THRESHOLDS
 from .launch import StepCall
 
 NAME = "cuda"
-STAGE_BYTES, SQUARES = 8192, 4096  # as in noise.cuh
-ENCODERS, OPENERS, MEASURERS, DECODERS = 128, 256, 128, 32  # threads of a group
-_FEW_ENCODERS = 10  # groups per multiprocessor that registers must suffice for
+SQUARES = 4096  # as in noise.cuh
+ENCODERS, OPENERS, MEASURERS, SHAPERS, DECODERS = 128, 256, 64, 128, 64  # threads of a group
+_MEASURED = 4  # blocks of a group, as in noise.cuh
+GROUPS = {"noise_encode": 9, "noise_decode": 8}  # per multiprocessor, that registers must suffice for
 _CANDIDATES = len(NOTCHES)
+_ROOTS, _LONG = 1024, 256  # entries of a table to decode with
+HALVES = 2, 4, 8  # halves of warps in a group that adds frames up: one for each rank, as far as they go
 _TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 TENSOR = np.dtype([(name, "<u8") for name in ("values", "shape", "numel", "first")])
@@ -61,8 +64,8 @@ class Arguments(NamedTuple):
     blocks: int = 0
     levels: int = 0
     tables: int = 0
-    staging: int = 0
-    sizes: int = 0
+    progress: int = 0
+    left: int = 0
     retries: int = 0
     offsets: int = 0
     states: int = 0
@@ -116,18 +119,23 @@ def write(table: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
 def tables(device: torch.device) -> torch.Tensor:
     """NoiseTables of noise.cuh."""
     encode = np.zeros((len(LENGTHS), 256), "<u4")
-    decode = np.zeros((len(LENGTHS), 1 << layout.LIMIT), "<u2")
+    decode = np.zeros((len(LENGTHS), _ROOTS + _LONG), "<u2")
     for number, reach in enumerate(REACHES):
         codes = layout.codes_of(number)
+        whole = np.zeros(1 << layout.LIMIT, "<u2")  # by 12 bits
         for pair, code in codes.items():
-            bits = int(code[::-1], 2)
-            decode[number, bits :: 1 << len(code)] = pair | len(code) << 8
+            whole[int(code[::-1], 2) :: 1 << len(code)] = pair & 15 | pair >> 4 << 8 | len(code) << 12
+        roots = whole.reshape(-1, _ROOTS)
+        long = np.flatnonzero((roots >> 12).max(0) > 10)
+        decode[number, :_ROOTS] = roots[0]
+        decode[number, long] = np.arange(len(long))
+        decode[number, _ROOTS : _ROOTS + 4 * len(long)] = roots[:, long].T.ravel()
         digits = [digit if digit <= 2 * reach else ESCAPE for digit in range(16)]  # what is out of reach is escaped
         for first in range(16):
             for second in range(16):
                 code = codes[digits[first] | digits[second] << 4]
-                escapes = (digits[first] == ESCAPE) | (digits[second] == ESCAPE) << 1
-                encode[number, first | second << 4] = int(code[::-1], 2) | len(code) << 12 | escapes << 16
+                escapes = (digits[first] == ESCAPE) + (digits[second] == ESCAPE)
+                encode[number, first | second << 4] = len(code) | escapes << 5 | int(code[::-1], 2) << 8
     thresholds = np.full(64, 0xFFFFFFFF, "<u4")
     thresholds[: len(THRESHOLDS)] = THRESHOLDS
     notches = np.array([2.0 ** (notch / 4) for notch in range(MOST_NOTCH + 1)], "<f4")
@@ -151,7 +159,7 @@ class Call(StepCall):
         arguments: Arguments,
         persistent: bool = False,
     ) -> None:
-        least = _FEW_ENCODERS if kernel.startswith("noise_encode") else 1
+        least = next((groups for name, groups in GROUPS.items() if kernel.startswith(name)), 1)
         super().__init__(device, kernel, groups, threads, _ARGS.pack(*arguments), _STEP_AT, least)
         self._groups = min(groups, self.resident) if persistent else groups
 
@@ -187,7 +195,7 @@ class Measurer:
         )
         arguments = addressed(("tensors", "tiles", "squares", "marks"), self._kept, numbers)
         kernel = f"noise_measure<{float_name(tensors[0].dtype)}>"
-        self.call = Call(device, kernel, -(-total // 4), MEASURERS, arguments)
+        self.call = Call(device, kernel, -(-total // _MEASURED), MEASURERS, arguments)
 
     def run(self, step: int = 0) -> None:
         self.call(step)
@@ -203,7 +211,7 @@ class Shaper:
         self._kept = [to_device(rows, device), to_device(tiles, device), self._marks]
         arguments = addressed(("tensors", "tiles", "marks"), self._kept, Arguments(length=len(tiles)))
         groups = -(-len(tiles) // 4)
-        self._calls = [Call(device, name, groups, MEASURERS, arguments) for name in ("noise_exponents", "noise_shape")]
+        self._calls = [Call(device, name, groups, SHAPERS, arguments) for name in ("noise_exponents", "noise_shape")]
 
     def run(self) -> None:
         self._marks.zero_()
@@ -288,17 +296,17 @@ class Encoder:
         self._kept = [
             to_device(np.append(parts, np.zeros(1, PART)), device), self.frames,
             to_device(geometry.blocks, device), levels, tables(device),
-            torch.empty(count * STAGE_BYTES, dtype=torch.uint8, device=device),
-            torch.zeros(count, dtype=torch.int32, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.empty(count, dtype=torch.int32, device=device),
             torch.empty(count * _CANDIDATES, dtype=torch.int16, device=device),
             torch.empty(count, dtype=torch.int64, device=device),
-            torch.zeros(4 * frames, dtype=torch.int32, device=device), self.results,
+            torch.zeros(8 * frames, dtype=torch.int32, device=device), self.results,
         ]  # fmt: skip
         if poisonous is not None:
             self._kept.append(poisonous)
         names = (
-            *("parts", "frames", "blocks", "levels", "tables", "staging"),
-            *("sizes", "retries", "offsets", "states", "results", "verdicts"),
+            *("parts", "frames", "blocks", "levels", "tables", "progress"),
+            *("left", "retries", "offsets", "states", "results", "verdicts"),
         )
         arguments = addressed(
             names,
@@ -312,7 +320,7 @@ class Encoder:
         self.calls = [
             Call(device, f"noise_encode<{kind}>", count, ENCODERS, arguments),
             Call(device, f"noise_coarsen<{kind}>", count, ENCODERS, arguments, persistent=True),
-            Call(device, f"noise_place<{kind}>", -(-count // 4), ENCODERS, arguments),
+            Call(device, f"noise_place<{kind}>", count, ENCODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:
@@ -353,7 +361,7 @@ class Decoder:
         arguments = addressed(names, self._kept, numbers)
         self.calls = [
             Call(device, "noise_open", frames, OPENERS, arguments),
-            Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 2), DECODERS, arguments, persistent=True),
+            Call(device, f"noise_decode<{float_name(dtype)}>", -(-count // 4), DECODERS, arguments, persistent=True),
         ]
 
     def run(self, step: int) -> None:

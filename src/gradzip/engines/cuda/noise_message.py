@@ -196,8 +196,9 @@ class NoiseKernels:
         self._open = Call(self.device, "noise_open", m.world, noise.OPENERS, arguments)
         self._add: Call | None = None
         if len(own):
-            kernel = f"noise_add<{noise.float_name(self.dtype)}>"
-            self._add = Call(self.device, kernel, -(-blocks // 2), noise.DECODERS, arguments, persistent=True)
+            halves = next((few for few in noise.HALVES if few >= m.world), noise.HALVES[-1])
+            kernel = f"noise_add<{noise.float_name(self.dtype)}, {halves}>"
+            self._add = Call(self.device, kernel, blocks, 16 * halves, arguments, persistent=True)
 
         def sum_placed() -> npt.NDArray[np.void]:
             geometry.frames["slot"], geometry.frames["room"] = self.sum_frame.data_ptr(), self.sum_slot
