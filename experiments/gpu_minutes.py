@@ -41,7 +41,7 @@ def section(read: Results) -> str:
     ]
     lines.append(["noise, all of it", f"{sum(measured.values()):.1f}", ""])
     drawn = promise(read)
-    lines.append(["noise: the promise, five optimizers", f"{drawn:.1f}",
+    lines.append(["noise: the promise", f"{drawn:.1f}",
                   "noise/promise.csv, steps x ms; without draws and resumes, beside tests"])  # fmt: skip
     lines += [[item, str(planned), source] for item, (planned, source) in PLANNED.items()]
     total = sum(measured.values()) + drawn + sum(planned for planned, _ in PLANNED.values())

@@ -11,7 +11,7 @@
 #     gpt10       GPT-2 with each policy, one after the other              10 Gbit/s
 #     gpt1        the same, four clusters of four ranks side by side        1 Gbit/s
 #     resnet10, resnet1: ResNet-50 with each policy, for docs/wall.svg       10 and 1 Gbit/s
-#     promise     what noise promises, for five optimizers                  10 Gbit/s
+#     promise     what noise promises, for six optimizers                   10 Gbit/s
 #     scaling     GComp's Figures 16 and 17: an all-reduce of 2, 4 and 8 ranks, RATE=1 as above
 #     routes      ResNet-50 on 2 hosts of 2 ranks by routes inside and between hosts, and what the planner predicts (wall/routes.txt)
 #

@@ -171,7 +171,7 @@ QUEUE: tuple[Item, ...] = (
     Paired("gpt2", "pairs at 124 M parameters, of which the first says little"),
     *(Paired(task, f"near and paper mode in pairs{where}", "gcomp", OF_GCOMP)
       for task, where in (("gpt", ""), ("cifar20k", ", under SGD"), ("gpt-11m", ", on a larger model"))),
-    Ranks("promise", "noise/promise.csv", 5, 230, "what noise promises, for AdamW, SGD, Lion, Muon and Adafactor"),
+    Ranks("promise", "noise/promise.csv", 6, 276, "what noise promises, for AdamW, SGD, Lion, Muon and Adafactor"),
     Ranks("gpt10", "gpt/results.csv", 9, 190, "loss against wall time: noise and torch's PowerSGD", True, (_TEN,)),
     Ranks("resnet10", "wall/results.csv", 7, 130, "the same picture for ResNet-50", wanted=(_TEN,)),
     Series("PowerSGD, 300 epochs: plain, ranks 1, 2, 4", "powersgd", "cifar-300 (plain|rank 1|rank 2|rank 4)$",

@@ -383,6 +383,35 @@ def test_no_state_is_saved_when_an_error_leaves_steps_that_nobody_has_checked() 
     assert run_ranks(2, failed_in_a_hook, True) == ["saved", "saved"]
 
 
+def lost_by_nccl(rank: int) -> str:
+    """Rank 2's connections end, and NCCL tells the others of it, but not who it was."""
+    streams.install()
+    task = Task(bucket_mb=25)
+    task.train(0, 3)
+    if rank == 2:
+        task.handle._channel.health.stop()
+        task.handle._channel.gloo.abort()
+    dist.barrier()
+    if rank == 2:
+        dist.barrier()
+        return ""
+
+    def lost(*given: Any) -> Any:
+        raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+    on_stream.all_to_all = lost
+    with pytest.raises(PeerError) as raised:
+        task.step(3)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_who_is_gone_is_told_when_nccl_is_the_first_to_notice() -> None:
+    for said in run_ranks(3, lost_by_nccl)[:2]:
+        assert "rank 2 closed its connections" in said
+        assert "remote process exited" in said
+
+
 def asked_meanwhile(rank: int) -> list[int]:
     """How many steps slots know of at the end of each, while another thread of rank 1 asks what became of them."""
     streams.install()

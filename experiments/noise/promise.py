@@ -84,6 +84,7 @@ def muon(matrices: Parameters, rest: Parameters) -> list[Optimizer]:
 # Of the matrices of blocks, and of all other parameters.
 OPTIMIZERS: dict[str, Callable[[Parameters, Parameters], list[Optimizer]]] = {
     "AdamW": lambda matrices, rest: [torch.optim.AdamW([*matrices, *rest], lr=1e-3)],
+    "AdamW beta2=0.95": lambda matrices, rest: [torch.optim.AdamW([*matrices, *rest], lr=1e-3, betas=(0.9, 0.95))],
     "SGD": lambda matrices, rest: [torch.optim.SGD([*matrices, *rest], lr=0.05, momentum=0.9)],
     "Lion": lambda matrices, rest: [Lion([*matrices, *rest], lr=2e-4)],
     "Muon": muon,

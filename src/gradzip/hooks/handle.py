@@ -642,7 +642,7 @@ class Handle:
         except Exception as error:
             self._heard()
             self._doubt()
-            self.error = self._channel.fail(error)  # tells the other ranks, which would wait for this one
+            self.error = self._channel.explained(error)  # tells the other ranks, which would wait for this one
             if self.error is not error:
                 raise PeerError(f"the exchange stopped: {self.error}") from self.error  # what it met follows from that
             raise

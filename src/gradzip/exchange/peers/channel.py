@@ -186,8 +186,11 @@ class Channel:
     def explained(self, error: BaseException) -> BaseException:
         """What is to be raised for an error that a job met.
 
-        A rank that fails closes its connections as soon as it has left word: others may see that first.
+        A rank that fails closes its connections as soon as it has left word: others may see that first. NCCL says that
+        a rank is gone, but not which one: our own connections tell.
         """
+        if isinstance(error, dist.DistBackendError):
+            error = Broken(None, error)
         if not isinstance(error, Broken):
             return self.fail(error)
         # A wait that times out ends all others of the same connection, which may be seen first.
