@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import os
 import statistics
 import sys
 import time
@@ -42,7 +43,7 @@ DEFAULT_MB = 25.0  # DDP's own
 COLUMNS = (
     *("model", "what", "runner", "ranks", "ms", "least_ms", "of_bf16_hook", "host_ms", "mb_sent", "bits", "share"),
     *("coarser", "goodput_gbit", "bound", "replicas_differing", "loss", "device"),
-    *("cpu_ms", "bucket_mb"),
+    *("cpu_ms", "bucket_mb", "hosts", "layout"),
 )
 
 
@@ -187,7 +188,8 @@ def main() -> None:
     layout = torch.contiguous_format if options.row_major else torch.channels_last
     for what in (NO_SYNC, BF16, *policies):
         row = measure(options.model, what, device, options.warm, options.steps, layout, options.bucket_mb)
-        row["bucket_mb"] = options.bucket_mb
+        row["bucket_mb"], row["layout"] = options.bucket_mb, "row-major" if options.row_major else "channels_last"
+        row["hosts"] = dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gc.collect()
         torch.cuda.empty_cache()
         alone = row["ms"] if what == NO_SYNC else alone

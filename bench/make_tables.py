@@ -11,6 +11,7 @@
     torchrun --nproc-per-node 1 bench/steps.py --model gpt2 --steps 9 --network 'one rank' --csv steps_gpu.csv
     $G python bench/steps.py --model gpt2 --warm 5 --network '4 x 10 Gbit/s' --csv steps_gpu.csv
     $G python bench/exchange_gpu.py --model resnet18 --csv exchange_gpu.csv      # and resnet50, gpt2; --no-measure
+    python bench/noise_kernels.py --csv noise_gpu.csv
     torchrun --nproc-per-node 1 bench/hook_cost.py --model gpt2 --csv hook_cost.csv
     python bench/make_tables.py
 
@@ -86,14 +87,25 @@ tensors show what a tensor costs whatever its size: there the exchange is hardly
 
 
 STREAM_HEAD = """
-## Training steps on CUDA streams
-Four ranks that share an H200, 10 Gbit/s each, BF16 autocast; each rank trains on one batch of random data. *Over BF16*
-is the speed against torch's BF16 hook in the same run; *host* is what all hooks of a step take on the host. *Share* is
-that of the noise, whose budget is 1 %: it is larger where ranks' gradients cancel each other. *Coarser* counts frames
-that did not fit their slots. All replicas ended with the same bits.
+## Training steps on a GPU
+Four ranks that share an H200, 10 Gbit/s each (2 x 2: each two of them), BF16 autocast; each rank trains on one batch of
+random data. *Over BF16* is the speed against torch's BF16 hook in the same run. *Bound* is the step over what a step
+takes without exchange and the bytes at the goodput of torch's all-reduce: 1 if nothing of the exchange is hidden behind
+backward, nor anything lost. Codecs of the four ranks share one GPU, too. *Host* is what all hooks of a step take on the
+host. *Share* is that of the noise, whose budget is 1 %: it is larger where ranks' gradients cancel each other.
+*Coarser* counts frames that did not fit their slots. All replicas ended with the same bits.
 
-| model | hook | ms | over BF16 | host, ms | MB sent | bits | share | coarser |
-|---|---|---|---|---|---|---|---|---|
+| model | hook | runner | ms | over BF16 | bound | host, ms | MB sent | bits | share | coarser |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+KERNELS_HEAD = """
+## Kernels of noise on an H200
+GB/s of raw input, by GPU events around all kernels of a call, with cold caches; *host* is what a call costs the host.
+A message's `reduce` decodes and adds up the frames of all ranks for a fourth of the values, and encodes the sums.
+
+| what | MiB | share | bits | call | us | GB/s | host, us |
+|---|---|---|---|---|---|---|---|
 """
 
 COST_HEAD = """
@@ -156,8 +168,23 @@ def stream_table() -> str:
         gain = f"{1 / float(r['of_bf16_hook']):.2f}" if r["of_bf16_hook"] else ""
         sent = f"{float(r['mb_sent']):.0f} | {float(r['bits']):.1f}" if float(r["mb_sent"]) else "|"
         noise = f"{float(r['share']):.2%} | {r['coarser']}" if float(r["share"]) else "|"
-        lines.append(f"| {r['model']} | {what} | {float(r['ms']):.0f} | {gain} | {r['host_ms']} | {sent} | {noise} |")
+        bound = f"{float(r['bound']):.2f}" if what != "no exchange" else ""
+        where = "".join([", 2 x 2" if r["hosts"] == "2" else "", ", row-major" if r["layout"] == "row-major" else ""])
+        lines.append(
+            f"| {r['model']}{where} | {what} | {r['runner']} | {float(r['ms']):.1f} | {gain} | {bound} "
+            f"| {r['host_ms']} | {sent} | {noise} |"
+        )
     return STREAM_HEAD + "\n".join(lines) + "\n"
+
+
+def kernels_table() -> str:
+    lines = [
+        f"| {r['of']}, {r['dtype']} | {r['MiB']} | {float(r['share']):g} | {r['bits']} | {r['what']} | {r['us']} "
+        f"| {r['GB_per_s']} | {r['host_us']} |"
+        for r in read("noise_gpu.csv")
+        if not r["kernel"]
+    ]
+    return KERNELS_HEAD + "\n".join(lines) + "\n"
 
 
 def gpu_table() -> str:
@@ -197,7 +224,7 @@ def page() -> str:
     ]
     speeds = [float(r["memcpy_gbps"]) for r in rows]
     note = f"\nThe copy ran at {min(speeds):.1f} to {max(speeds):.1f} GB/s ({rows[0]['processor']})."
-    tables = [gpu_table(), net_table(), steps_table(), stream_table(), cost_table()]
+    tables = [gpu_table(), kernels_table(), net_table(), steps_table(), stream_table(), cost_table()]
     return HEAD + "\n".join(lines) + "\n" + note + "\n" + "".join(tables)
 
 

@@ -1,6 +1,6 @@
 """How long the kernels of the codec noise take on a GPU, one by one: 25 MiB, 256 MiB and 1 GiB of float32.
 
-    python bench/noise_kernels.py                 all of it, half a minute on an H200
+    python bench/noise_kernels.py --csv bench/results/noise_gpu.csv    all of it, half a minute on an H200
     python bench/noise_kernels.py --variants      registers against groups at once, instead
     python bench/noise_kernels.py --values 6553600 --once    one run, for a profiler
 
@@ -12,10 +12,12 @@ A line for each kernel follows its total.
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +32,12 @@ from gradzip.exchange.parts import Table
 from gradzip.wire import HEADER_BYTES
 
 WORLD, STEP, DIGEST = 4, 3, 9
+BUCKET = 6_553_600  # values of DDP's bucket of 25 MiB
+CASES = (
+    *((values, 0.01, torch.float32) for values in (BUCKET, 1 << 26, 1 << 28)),
+    *((BUCKET, share, torch.float32) for share in (0.1, 0.0003)),
+    (BUCKET, 0.01, torch.bfloat16),
+)
 DEVICE = torch.device("cuda")
 
 
@@ -150,32 +158,41 @@ def host_time(call: Callable[[], None], runs: int = 50) -> float:
 
 
 Call = Callable[[int], None]
+COLUMNS = ("of", "MiB", "dtype", "share", "bits", "what", "kernel", "us", "GB_per_s", "host_us")
 
 
-def lines(names: str, calls: Sequence[Call], size: int) -> None:
-    """Prints a line for each kernel."""
-    for name, call in zip(names.split(), calls, strict=True):
-        took = gpu_time(partial(call, STEP))
-        print(f"              {name:14s} {took * 1e6:8.1f} us {size / took / 1e9:6.0f} GB/s", flush=True)
+class Report:
+    """Lines that are printed, and rows of a file."""
+
+    def __init__(self, of: str, size: int, dtype: torch.dtype, share: float, bits: float) -> None:
+        kind = str(dtype).removeprefix("torch.")
+        self._size, self._head = size, [of, round(size / 2**20), kind, share, round(bits, 3)]
+        self.rows: list[list[object]] = []
+        print(f"{size / 2**20:7.0f} MiB {kind} share {share:g}, {of}: {bits:.3f} bits", flush=True)
+
+    def time(self, what: str, run: Callable[[], None], kernels: str, calls: Sequence[Call]) -> None:
+        self._line(what, "", gpu_time(run), host_time(run))
+        for kernel, call in zip(kernels.split(), calls, strict=True):
+            self._line(what, kernel, gpu_time(partial(call, STEP)))
+
+    def _line(self, what: str, kernel: str, took: float, host: float | None = None) -> None:
+        speed, by_host = self._size / took / 1e9, "" if host is None else f", host {host * 1e6:.0f} us"
+        indent = " " * (12 if host is not None else 14)
+        print(f"{indent}{kernel or what:16s} {took * 1e6:8.1f} us {speed:6.0f} GB/s{by_host}", flush=True)
+        told = "" if host is None else round(host * 1e6)
+        self.rows.append([*self._head, what, kernel, round(took * 1e6, 1), round(speed), told])
 
 
-def report(values: int, share: float, dtype: torch.dtype = torch.float32) -> None:
+def report(values: int, share: float, dtype: torch.dtype = torch.float32) -> list[list[object]]:
     codec = Codec(values, share, dtype)
-    bits = codec.verify()
-    size = codec.bytes
-    kind = str(dtype).removeprefix("torch.")
-    print(f"{size / 2**20:7.0f} MiB {kind} share {share:g}: {bits:.3f} bits")
-    encode = "measure encode coarsen place", [codec.measurer.run, *codec.encoder.calls]
-    for name, run, kernels in (
-        ("encode", codec.encode, encode),
-        ("decode", codec.decode, ("open decode", codec.decoder.calls)),
-    ):
-        took, host = gpu_time(run), host_time(run)
-        print(f"            {name:16s} {took * 1e6:8.1f} us {size / took / 1e9:6.0f} GB/s, host {host * 1e6:.0f} us")
-        lines(*kernels, size)
+    found = Report("frames of one rank", codec.bytes, dtype, share, codec.verify())
+    encode: list[Call] = [codec.measurer.run, *codec.encoder.calls]
+    found.time("encode", codec.encode, "measure encode coarsen place", encode)
+    found.time("decode", codec.decode, "open decode", codec.decoder.calls)
+    return found.rows
 
 
-def message(values: int) -> None:
+def message(values: int) -> list[list[object]]:
     tensors = tensors_of(values)
     names = [f"t{number}" for number in range(len(tensors))]
     table = Table.of(names, [tensor.numel() for tensor in tensors], [WORLD])
@@ -183,11 +200,8 @@ def message(values: int) -> None:
     keys = [layout.name_key(1, name, "own", 0) for name in names]
     counts = [[part.numel for part in table.of_owner(owner)] for owner in range(WORLD)]
     slot = max(noise_message.slot_for(count, 6.0) for count in counts)
-    start = time.perf_counter()
     one = NoiseKernels(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 0, keys, keys), 0.01, slot, slot)
     other = NoiseKernels(Layout(tensors, c.tensor, c.start, c.length, c.owner, WORLD, 1, keys, keys), 0.01, slot, slot)
-    torch.cuda.synchronize()
-    made = time.perf_counter() - start
     one.encode(STEP)
     other.encode(STEP)
     for peer in range(1, WORLD):
@@ -196,18 +210,16 @@ def message(values: int) -> None:
     assert not bool(one.status.any()), one.status
     for owner in range(WORLD):  # frames of other owners are missing: those of this one stand for them in the timing
         one.gathered[owner * slot : (owner + 1) * slot] = one.sum_frame
-    print(
-        f"message of {4 * values / 2**20:.0f} MiB, {len(tensors)} tensors, {WORLD} ranks; made in {made * 500:.1f} ms"
-    )
-    kernels = {
-        "encode": "measure encode coarsen place",
-        "reduce": "open add encode coarsen place",
-        "decode": "open decode",
-    }
-    for name, stage in ("encode", one.encode), ("reduce", one.reduce), ("decode", one.decode):
-        run = partial(stage, STEP)
-        print(f"            {name:16s} {gpu_time(run) * 1e6:8.1f} us, host {host_time(run) * 1e6:.0f} us", flush=True)
-        lines(kernels[name], stage.calls, 4 * values)
+    sent = one.own_results.cpu().numpy().view(noise.RESULT)["bytes"].sum()
+    bits = 8.0 * int(sent) / (values * (WORLD - 1) / WORLD)
+    found = Report(f"a message of {len(tensors)} tensors and {WORLD} ranks", 4 * values, torch.float32, 0.01, bits)
+    for name, stage, kernels in (
+        ("encode", one.encode, "measure encode coarsen place"),
+        ("reduce", one.reduce, "open add encode coarsen place"),
+        ("decode", one.decode, "open decode"),
+    ):
+        found.time(name, partial(stage, STEP), kernels, stage.calls)
+    return found.rows
 
 
 def variants(values: int) -> None:
@@ -240,6 +252,7 @@ def main() -> None:
     parser.add_argument("--values", type=int)
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--csv", type=Path)
     chosen = parser.parse_args()
     torch.manual_seed(0)
     if chosen.once:
@@ -252,15 +265,14 @@ def main() -> None:
         return variants(chosen.values or 1 << 26)
     took = copy_time()
     print(f"copy of 1 GiB: {2 * 2**30 / took / 1e9:.0f} GB/s read and written", flush=True)
-    for values in [chosen.values] if chosen.values else [6_553_600, 1 << 26, 1 << 28]:
-        report(values, 0.01)
-    if chosen.values:
-        return
-    report(6_553_600, 0.1)
-    report(6_553_600, 0.0003)
-    report(6_553_600, 0.01, torch.bfloat16)
-    message(6_553_600)
-    message(1 << 26)
+    rows = [row for values in [chosen.values] if values for row in report(values, 0.01)]
+    if not rows:
+        for values, share, dtype in CASES:
+            rows += report(values, share, dtype)
+        rows += message(BUCKET) + message(1 << 26)
+    if chosen.csv:
+        with chosen.csv.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
 
 
 if __name__ == "__main__":
