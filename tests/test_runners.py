@@ -92,3 +92,15 @@ def test_nobody_chooses_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADZIP_TRANSPORT", "nccl")
     with pytest.raises(Unsupported, match=r"GRADZIP_TRANSPORT='nccl': .* So do not set it"):
         runners.check_unchosen(None)
+
+
+def test_who_shares_a_network_card_with_many_is_told(reason: str | None) -> None:
+    def said(codec: str, count: int, ranks: int) -> str | None:
+        hosts = tuple(tuple(range(first, first + ranks)) for first in range(0, count * ranks, ranks))
+        ways = Ways({p: name for name, p in GRADIENTS.items()}, GPU, [], Topology(0, ((0,), (1,))))
+        return runners.crowded(ways.of(Fixed(codec), 1.0), Topology(0, hosts))
+
+    assert all(said("noise", count, ranks) is None for count, ranks in ((1, 8), (16, 1), (2, 2), (2, 4)))
+    for count, ranks in ((2, 8), (8, 4)):
+        assert f"{count} hosts hold {ranks} ranks each" in str(said("noise", count, ranks))
+        assert said("powersgd", count, ranks) is None

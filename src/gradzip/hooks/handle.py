@@ -181,6 +181,9 @@ class Handle:
             about = self._group, self._device, self._channel.topology, self._shapes, self._memory
             self._stream = on_stream.StreamRunner(*about)
             self._stream.go_on_from(self._slots_to_load)
+            said = runners.crowded(self._scheme.ways, self._channel.topology)
+            if said is not None and self._channel.rank == 0:
+                self._warn(said)
             if self._device.type == "cuda":
                 self._abort = Abort(self._group, self._device)
                 self._channel.on_failure.append(self._abort)

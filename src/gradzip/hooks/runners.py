@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..exchange.message_codecs import places_of, stream_codec
 from ..exchange.on_stream import factors as factors_on_device
 from ..exchange.on_stream import runner as on_stream
+from ..exchange.topology import Topology
 from ..exchange.way import PLAIN, Way
 from ..routes import FACTORS
 
@@ -70,6 +71,24 @@ def choose(
             "cannot be mixed: use codecs that streams carry for all of them (docs/design.md, Exchange)"
         )
     raise Unsupported(f"{way.codec} on {device}, for {name!r}: {why}{'' if reason is None else f', and {reason}'}")
+
+
+def crowded(ways: Mapping[str, Way], topology: Topology) -> str | None:
+    """What to say where streams may send more through a host's network card than torch's BF16 hook; None: nothing.
+
+    Every rank sends coded values, about five bits each, to all others by itself. A ring enters and leaves a host once.
+    """
+    if all(way.route == FACTORS or way.kind == PLAIN for way in ways.values()):
+        return None
+    hosts, ranks = len(topology.hosts), topology.world / len(topology.hosts)
+    flat, ring = 2 * ranks * (1 - 1 / hosts) * 5 / 8, 2 * 2 * (1 - 1 / topology.world)  # bytes a value
+    if topology.single or flat < ring:
+        return None
+    return (
+        f"{hosts} hosts hold {ranks:g} ranks each, and each of these exchanges with all ranks of other hosts by "
+        f"itself: if they share one network card, about {flat:.1f} bytes a value go through it at 5 bits, {ring:.1f} "
+        "with torch's bf16_compress_hook. With a card for each GPU there is nothing to do. See docs/when-not.md"
+    )
 
 
 def _streams(way: Way, dtype: torch.dtype, patient: bool) -> bool:
