@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import generator, gradient, special
+from conftest import generator, gradient, same_bits, special
 
 import gradzip
 from gradzip import Context, parse
+from gradzip.codecs import quantized
 from gradzip.codecs.quantized import QSGD, Natural, TernGrad
 from gradzip.errors import Corrupt, Unsupported
 from gradzip.wire import HEADER_BYTES
@@ -34,6 +35,24 @@ def test_the_mean_over_many_draws_is_the_tensor(spec: str, scale: float) -> None
     # what is almost never drawn has no spread to be measured: one draw's share of the largest value covers it
     assert bool((off <= 6 * spread + 3 * x.abs().max() / DRAWS).all())
     assert float(spread.max()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 39, 40, 41, 1000, 1601])
+@pytest.mark.parametrize("spec", ["sign", "onebit", "terngrad:clip=2.5", "natural:bits=3", *UNBIASED[:-2]])
+def test_pieces_that_fit_the_cache_give_the_bits_of_the_whole(
+    spec: str, numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, x, context = parse(spec), gradient(numel, seed=numel).to(dtype), Context("w", step=3)
+    found = []
+    for at_once in (40, 1 << 20):
+        monkeypatch.setattr(quantized, "_AT_ONCE", at_once)
+        frame = codec.encode(x, context)
+        decoded, added = codec.decode(frame), codec.decode(frame, out=x.clone(), add=True)
+        found.append((frame, decoded, added))
+    (pieces, *values), (whole, *expected) = found
+    assert torch.equal(pieces, whole)
+    assert all(map(same_bits, values, expected))
 
 
 @pytest.mark.parametrize("spec", UNBIASED[:-2])

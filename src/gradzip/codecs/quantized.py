@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -31,6 +31,7 @@ from .random import key_of, keys_of, stream, streams
 from .sums import ordered_sum
 
 TRITS = 0  # as the number of bits of a code: three values, five to a byte
+_AT_ONCE = 5 << 16  # values that a CPU codes at once: their codes are whole bytes, whatever the width
 
 
 class Stretches(Protocol):
@@ -74,11 +75,25 @@ class Matrix:
             sizes.view(-1, self._each)[:, -1] -= self._missing
         return sizes
 
-    def flat(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(*self._of, self._each * self._width)[..., : self._numel]
+    def flat(self, x: torch.Tensor, at: int = 0) -> torch.Tensor:
+        """Without what fills it up; `at`: where a piece begins."""
+        return x.reshape(*self._of, -1)[..., : self._numel - at]
+
+    def pieces(self) -> list[tuple[int, slice, slice]]:
+        """Where values begin that are coded at once, and their rows and columns: on a CPU few, which stay in the cache.
+
+        Of rows of tensors, which are short, and on a GPU all.
+        """
+        height, width = self.values.shape
+        if self._of or self.values.device.type != "cpu":
+            return [(0, slice(None), slice(None))]
+        if height == 1:
+            return [(at, slice(None), slice(at, at + _AT_ONCE)) for at in range(0, width, _AT_ONCE)]
+        each = max(_AT_ONCE // (40 * width), 1) * 40  # their codes are whole bytes
+        return [(at * width, slice(at, at + each), slice(None)) for at in range(0, height, each)]
 
     def filled(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `flat`."""
+        """The inverse of `flat` for all values."""
         return (pad(x, (0, self._missing)) if self._missing else x).reshape(-1, self._width)
 
     def by_tensor(self, statistic: torch.Tensor) -> torch.Tensor:
@@ -118,10 +133,16 @@ class QuantizedCodec(Lossy, ABC):
         """Bits of a code, or TRITS."""
 
     @abstractmethod
-    def quantize(
+    def measure(
         self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Statistics and codes of float32 values, which were of that type before; `draws` has random bits for each."""
+    ) -> list[torch.Tensor]:
+        """Statistics of float32 values, which were of that type before; `draws` has random bits for each."""
+
+    @abstractmethod
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The codes of values, beside which the statistics are spread."""
 
     @abstractmethod
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -159,19 +180,34 @@ class QuantizedCodec(Lossy, ABC):
         head, size = self._head_bytes(x.shape[-1]), self._body_bytes(x.shape[-1])
         matrix = Matrix(x, self.stretch)
         draws = matrix.filled(_drawn(ctx, x, self.draws)) if self.draws else None
-        statistics, codes = self.quantize(matrix.values, matrix, draws, x.dtype)
+        statistics = self.measure(matrix.values, matrix, draws, x.dtype)
         first = self._head([matrix.by_tensor(each) for each in statistics])
         body[..., :head] = first[..., :head]  # of an empty tensor less than one stretch
-        codes = matrix.flat(codes)
-        body[..., head:size] = pack(codes, self.width) if self.width else pack_trits(codes)
+        spread = [matrix.spread(each) for each in statistics]
+        for at, rows, columns in matrix.pieces():
+            drawn = None if draws is None else draws[rows, columns]
+            codes = self.codes(matrix.values[rows, columns], [each[rows] for each in spread], drawn, x.dtype)
+            codes = matrix.flat(codes, at)
+            packed = pack(codes, self.width) if self.width else pack_trits(codes)
+            body[..., head + self.codes_bytes(at) : head + self.codes_bytes(at + codes.shape[-1])] = packed
         return size
 
     def _decode(self, body: torch.Tensor, ctx: Context, out: torch.Tensor, add: bool) -> None:
         self._check_size(body, out)
-        head, numel = self._head_bytes(out.shape[-1]), out.shape[-1]
-        codes = unpack(body[..., head:], numel, self.width) if self.width else unpack_trits(body[..., head:], numel)
+        head = self._head_bytes(out.shape[-1])
         statistics = typed(body[..., :head], torch.float32).split_with_sizes([1] * (head // 4), -1)
-        deliver(self.values(codes, statistics, out.dtype), out, add)
+        for piece, codes in self._codes_in(body[..., head:], out):
+            deliver(self.values(codes, statistics, out.dtype), out[..., piece], add)
+
+    def _codes_in(self, packed: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Codes of the values of `out`; on a CPU some at a time, so that what is made of them stays in the cache."""
+        numel = out.shape[-1]
+        at_once = _AT_ONCE if out.device.type == "cpu" and out.dim() == 1 else max(numel, 1)
+        for first in range(0, numel, at_once):
+            last = min(first + at_once, numel)
+            found = packed[..., self.codes_bytes(first) : self.codes_bytes(last)]
+            codes = unpack(found, last - first, self.width) if self.width else unpack_trits(found, last - first)
+            yield slice(first, last), codes
 
 
 def _drawn(ctx: Context, x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -228,12 +264,16 @@ class Sign(QuantizedCodec):
     def biased(self) -> bool:
         return True
 
-    def quantize(
+    def measure(
         self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    ) -> list[torch.Tensor]:
         # in float64 the mean of equal values is that value
-        scale = (over.total(x.abs()) / over.sizes.clamp(min=1)).float()
-        return [scale], x.signbit().view(torch.uint8)
+        return [(over.total(x.abs()) / over.sizes.clamp(min=1)).float()]
+
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return x.signbit().view(torch.uint8)
 
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         (scale,) = statistics
@@ -259,15 +299,19 @@ class OneBit(QuantizedCodec):
     def biased(self) -> bool:
         return True
 
-    def quantize(
+    def measure(
         self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        below = x < 0
-        count = over.count(below)
+    ) -> list[torch.Tensor]:
+        count = over.count(x < 0)
         negative = x.clamp(max=0).nan_to_num_(0, math.inf, -math.inf)  # NaN is not below zero
         lower = over.total(negative) / count.clamp(min=1)
         upper = over.total(x.clamp(min=0)) / (over.sizes - count).clamp(min=1)
-        return [upper.float(), lower.float()], below.view(torch.uint8)
+        return [upper.float(), lower.float()]
+
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return (x < 0).view(torch.uint8)
 
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         upper, lower = statistics
@@ -312,21 +356,26 @@ class QSGD(QuantizedCodec):
     def stretch(self) -> int:
         return self.bucket
 
-    def quantize(
+    def measure(
         self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        assert draws is not None
+    ) -> list[torch.Tensor]:
         most = (1 << self.bits - 1) - 1
         if self.norm == "max":
             norm = over.largest(x.abs())
         else:
             length = over.total(x.double().square_()).sqrt_()
             norm = torch.where(length.isfinite(), length.clamp(max=torch.finfo(torch.float32).max), length).float()
-        step = _short(norm / torch.full_like(norm, most))
-        level = (x.abs() / over.spread(step)).nan_to_num_(0, 0)
+        return [_short(norm / torch.full_like(norm, most))]
+
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert draws is not None
+        (step,), most = statistics, (1 << self.bits - 1) - 1
+        level = (x.abs() / step).nan_to_num_(0, 0)
         whole = level.floor()
         whole += _uniform(draws, self.draws) < level - whole
-        return [step], whole.clamp_(max=most).copysign_(x).add_(most).to(torch.uint8)
+        return whole.clamp_(max=most).copysign_(x).add_(most).to(torch.uint8)
 
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         (step,) = statistics
@@ -351,13 +400,14 @@ class QSGD(QuantizedCodec):
         sender._check_size(body, out)
         steps_end = sender._head_bytes(numel)
         step = typed(body[..., 8:steps_end], torch.float32)
-        codes = unpack(body[..., steps_end:], numel, bits)
-        most = (1 << bits - 1) - 1
-        if bool((codes > 2 * most).any()):
-            raise Corrupt(f"a level is above {most}")
-        width = min(bucket, numel)
-        steps = step.repeat_interleave(width, -1, output_size=step.shape[-1] * width)[..., :numel]
-        deliver(sender.values(codes, [steps], out.dtype), out, add)
+        most, width = (1 << bits - 1) - 1, min(bucket, numel)
+        for piece, codes in sender._codes_in(body[..., steps_end:], out):
+            if bool((codes > 2 * most).any()):
+                raise Corrupt(f"a level is above {most}")
+            first, last = piece.start // width, -(-piece.stop // width)  # buckets
+            steps = step[..., first:last].repeat_interleave(width, -1, output_size=(last - first) * width)
+            steps = steps[..., piece.start - first * width : piece.stop - first * width]
+            deliver(sender.values(codes, [steps], out.dtype), out[..., piece], add)
 
 
 def _short(step: torch.Tensor) -> torch.Tensor:
@@ -390,19 +440,23 @@ class TernGrad(QuantizedCodec):
     def biased(self) -> bool:
         return self.clip > 0
 
-    def quantize(
+    def measure(
         self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        assert draws is not None
-        magnitude = x.abs()
-        scale = over.largest(magnitude)
+    ) -> list[torch.Tensor]:
+        scale = over.largest(x.abs())
         if self.clip:
             numel = over.sizes.clamp(min=1)
             off = over.real(x.double() - over.spread(over.total(x) / numel))
             deviation = (over.total(off.square_()) / numel).sqrt_()
             scale = torch.where(scale.isfinite(), scale.minimum((self.clip * deviation).float()), scale)
-        drawn = _uniform(draws, self.draws) < (magnitude / over.spread(scale)).nan_to_num_(0, 0)
-        return [scale], drawn.view(torch.uint8) << (x < 0).view(torch.uint8)  # 1, or 2 for minus
+        return [scale]
+
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert draws is not None
+        drawn = _uniform(draws, self.draws) < (x.abs() / statistics[0]).nan_to_num_(0, 0)
+        return drawn.view(torch.uint8) << (x < 0).view(torch.uint8)  # 1, or 2 for minus
 
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         sign = (codes - 3 * (codes >> 1)).view(torch.int8)  # 2 stands for -1
@@ -443,24 +497,33 @@ class Natural(QuantizedCodec):
         """How many have a code."""
         return (1 << self.bits - 1) - 1
 
-    def quantize(
-        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _field(self, x: torch.Tensor, draws: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The exponent field of one of the powers around each value, at random."""
         assert draws is not None
-        magnitude, powers = x.abs(), self._powers
-        pattern = magnitude.view(torch.int32)
+        pattern = x.abs().view(torch.int32)
         # Adding noise below the exponent carries into it with the chance that the mantissa stands for, also where the
         # number is subnormal.
         largest = 142 if dtype == torch.float16 else 254
-        field = torch.where(pattern < 255 << 23, (pattern + draws >> 23).clamp_(max=largest), 255)
+        return torch.where(pattern < 255 << 23, (pattern + draws >> 23).clamp_(max=largest), 255)
+
+    def measure(
+        self, x: torch.Tensor, over: Stretches, draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         # subnormals round to zero or to the smallest normal power, field 1
-        top = over.largest(field).maximum((over.largest(magnitude) != 0).int())
+        top = over.largest(self._field(x, draws, dtype)).maximum((over.largest(x.abs()) != 0).int())
+        return [top.float()]
+
+    def codes(
+        self, x: torch.Tensor, statistics: Sequence[torch.Tensor], draws: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert draws is not None
+        magnitude, powers, top = x.abs(), self._powers, statistics[0].int()
         lowest = (top - powers + 1).clamp(min=1)
-        least = over.spread((lowest << 23).view(torch.float32))
+        least = (lowest << 23).view(torch.float32)
         rises = _uniform(draws, self.draws) < magnitude / least
-        field = torch.where(magnitude < least, torch.where(rises, over.spread(lowest), 0), field)
-        code = torch.where(field > 0, field - over.spread(top) + powers + (x.signbit().int() << self.bits - 1), 0)
-        return [top.float()], code.to(torch.uint8)
+        field = torch.where(magnitude < least, torch.where(rises, lowest, 0), self._field(x, draws, dtype))
+        code = torch.where(field > 0, field - top + powers + (x.signbit().int() << self.bits - 1), 0)
+        return code.to(torch.uint8)
 
     def values(self, codes: torch.Tensor, statistics: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """NaN for codes that stand for no power of two."""
@@ -484,12 +547,14 @@ class Natural(QuantizedCodec):
         sender = Natural(bits)
         sender._check_size(body, out)
         every = torch.arange(1 << bits, dtype=torch.uint8, device=body.device)
-        found, top = unpack(body[..., 4:], out.shape[-1], bits).int(), body[..., 1:2]
-        if found.dim() > 1:  # rows of equal tops share a table
+        top, offset = body[..., 1:2], None
+        if out.dim() > 1:  # rows of equal tops share a table
             tops, table = torch.unique(top, return_inverse=True)
-            top, found = tops[:, None], found + (table.int() << bits)
-        value = sender.values(every, [top], out.dtype)
-        values = value.view(-1).index_select(0, found.view(-1)).view(found.shape)
-        if bool(values.isnan().any()):
-            raise Corrupt("a code stands for no power of two")
-        deliver(values, out, add)
+            top, offset = tops[:, None], table.int() << bits
+        value = sender.values(every, [top], out.dtype).view(-1)
+        for piece, codes in sender._codes_in(body[..., 4:], out):
+            found = codes.int() if offset is None else codes.int() + offset
+            values = value.index_select(0, found.view(-1)).view(found.shape)
+            if bool(values.isnan().any()):
+                raise Corrupt("a code stands for no power of two")
+            deliver(values, out[..., piece], add)

@@ -74,7 +74,8 @@ class QuantizedRows(RowCoder):
     def encode(self, x: torch.Tensor, rows: PartRows, frames: torch.Tensor, step: int) -> None:
         codec = self._codec
         draws = rows.draws(self._keys, codec.draws) if codec.draws else None
-        statistics, codes = codec.quantize(x, rows, draws, self._dtype)
+        statistics = codec.measure(x, rows, draws, self._dtype)
+        codes = codec.codes(x, [rows.spread(each) for each in statistics], draws, self._dtype)
         head = torch.stack(statistics).view(len(statistics), rows.frames, -1)
         frames[:, : self._head].view(torch.float32).view(rows.frames, len(statistics), -1).copy_(head.transpose(0, 1))
         packed = pack(codes.view(-1), codec.width) if codec.width else pack_trits(codes.view(-1))
