@@ -13,6 +13,7 @@ from .random import Keys, bits_of, halves, keyed_bits
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 1 << 14  # values that a threshold is guessed from
+_SEARCHED = 1 << 18  # values that a CPU compares at once, in its cache
 _DRAWN = 1 << 14  # indices that are drawn at once: as many as stay in the cache from one operation to the next
 
 
@@ -52,7 +53,10 @@ def _reached(x: torch.Tensor, least: torch.Tensor, expected: int) -> torch.Tenso
         found = pack_select.select_large(x, least, expected)
         if found is not None:
             return found
-    return (magnitudes(x) >= least).nonzero().view(-1)
+    if x.device.type != "cpu":
+        return (magnitudes(x) >= least).nonzero().view(-1)
+    starts = range(0, x.numel(), _SEARCHED)
+    return torch.cat([(magnitudes(x[at : at + _SEARCHED]) >= least).nonzero().view(-1) + at for at in starts])
 
 
 def _largest(magnitude: torch.Tensor, k: int) -> torch.Tensor:

@@ -317,7 +317,8 @@ class GenericCoder(Coder):
     def _note(self, part: Part, total: torch.Tensor, decoded: torch.Tensor, hop: Hop) -> None:
         """What is lost of a part: that of the rank's own gradient goes to what is lost of the whole."""
         if hop.own:
-            self._lost[part.tensor][part.start : part.stop] += wide(total) - wide(decoded)
+            lost, found = self._lost[part.tensor][part.start : part.stop], wide(decoded)
+            lost += torch.sub(wide(total), found, out=found)  # what was decoded is needed no more
             return
         assert self.message.memory is not None
         name, lost = self.message.names[part.tensor], wide(total) - wide(decoded)
