@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import emulated
@@ -90,7 +89,6 @@ class Host:
         assert whole is not None
         assert found is not None
         program = compiled(found.route, SIZES, whole, self.topology, dtype=self.dtype)
-        program = replace(program, chunk=program.dealt)  # as the host runner has it
         messages = [
             Message(program.names, self.dtype, rank, self.world, step, scale=scale, memory=self.memories[rank])
             for rank in range(self.world)

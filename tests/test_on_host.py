@@ -12,17 +12,19 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import gradient, same_bits
+from conftest import floor_for, gradient, same_bits
 from exchanges import covering
 from ranks import TIMEOUT, run_ranks
 
-from gradzip.codecs import Context, parse
+from gradzip.codecs import REGISTRY, Codec, Context, parse
+from gradzip.engines.layout import Floor
 from gradzip.engines.noise_layout import Shapes
-from gradzip.errors import PeerError
+from gradzip.errors import PeerError, Unsupported
 from gradzip.exchange import rounds
 from gradzip.exchange.coding import Message, MessageCodec, Raw, Values
 from gradzip.exchange.compiler import compile_route
 from gradzip.exchange.interpreter import Interpreter, run_rounds
+from gradzip.exchange.message_codecs import message_codec, route_of
 from gradzip.exchange.on_host import runner as on_host
 from gradzip.exchange.on_host.rounds import submit_rounds
 from gradzip.exchange.on_host.runner import HostProgram, runner_of
@@ -60,6 +62,8 @@ class Exchange:
         self,
         messages: Sequence[tuple[HostProgram, list[torch.Tensor]]],
         shapes: Sequence[Sequence[torch.Tensor | None]] | None = None,
+        memory: Memory | None = None,
+        floors: Sequence[Floor] = (),
     ) -> Outcome:
         """Replaces tensors by their means; several messages at once."""
         outcomes, left = [Outcome()] * len(messages), threading.Semaphore(0)
@@ -71,7 +75,7 @@ class Exchange:
 
             program = prepared.program
             message = Message(program.names, program.dtype, self.channel.rank, program.world, self.step)
-            message.shapes = Shapes(shapes[number]) if shapes else None
+            message.shapes, message.memory, message.floors = Shapes(shapes[number]) if shapes else None, memory, floors
             runner_of(self.channel).submit(prepared, Values(tensors), message, done)
         for _ in messages:
             assert left.acquire(timeout=60), "an exchange hangs"
@@ -120,6 +124,87 @@ def test_runner_gives_the_bits_of_the_interpreter_by_routes_that_cover_the_tree(
 @pytest.mark.timeout(1900)
 def test_runner_gives_the_bits_of_the_interpreter_by_every_route() -> None:
     assert run_ranks(4, compare, 2, list(map(str, tree())), "cast", torch.float32, deadline=1800) == [[]] * 4
+
+
+# --- Where no rank owns a part, tensors are coded whole --------------------------------------------------------------
+
+WHOLE = ["allgather", "gather"]
+SMALL = [3, 1300, 0, 1, 700, 2, 9001, 1024, 1024, 1024, 40]  # some have fewer values than there are ranks
+SPARSE = ["topk", "threshold:value=0.5", "dgc:ratio=0.02"]
+
+
+def takes(codec: Codec, route: str) -> bool:
+    try:
+        return codec.rounds == 1 and route_of(codec, route) == route
+    except Unsupported:
+        return False
+
+
+EVERY = [
+    *(name for name in sorted(REGISTRY) if takes(parse(name), WHOLE[0])),
+    *("cast:feedback=true", "qsgd:bits=4,bucket=100,feedback=true", "natural:bits=3", "gcomp:keep=3,feedback=true"),
+    *("threshold:value=0.5", "topk:ratio=0.1,feedback=bf16", "randomk:ratio=0.1,unbiased=true"),
+]
+
+
+def whole_tensors(rank: int, codecs: list[str], dtype: torch.dtype) -> list[str]:
+    """Means and memories that are other than the interpreter's, over steps that have something to remember."""
+    exchange, world, wrong = Exchange(connect(1)), dist.get_world_size(), list[str]()
+    names = [f"layer.{i}" for i in range(len(SMALL))]
+    floors = [floor_for(torch.empty(size), seed) for seed, size in enumerate(SMALL)]
+    for text, route in itertools.product(codecs, WHOLE):
+        codec = message_codec(parse(text))
+        assert codec is not None
+        prepared = exchange.prepared(codec, NAMED[route], names, SMALL, dtype=dtype)
+        mine, of_all = Memory(rank), [Memory(peer) for peer in range(world)]
+        for step in range(2):
+            everybody = [gradients_of(peer + 10 * step, SMALL, dtype) for peer in range(world)]
+            messages = [
+                Message(names, dtype, peer, world, exchange.step, memory=of_all[peer], floors=floors)
+                for peer in range(world)
+            ]
+            expected = Interpreter(prepared.program, codec, messages).run(everybody)[rank]
+            tensors = [x.clone() for x in everybody[rank]]
+            exchange.run([(prepared, tensors)], memory=mine, floors=floors)
+            for memory in (mine, *of_all):
+                memory.commit()
+            kept, by_all = mine.state_dict(), of_all[rank].state_dict()
+            alike = kept.keys() == by_all.keys() and all(
+                torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(by_all[key])) for key in kept
+            )
+            if not alike or not all(same_bits(a, b) for a, b in zip(tensors, expected)):
+                wrong.append(f"{text} by {route} in step {step}: {'means' if alike else 'memory'}")
+            wrong += [f"{text} by {route}: {key}" for key in kept if "[" in key]  # of a part
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_tensors_that_nobody_owns_a_part_of_have_the_bits_of_the_interpreter(world: int) -> None:
+    assert {"sign", "qsgd", "topk", "threshold", "dgc", "gcomp", "zlib"} <= set(EVERY)
+    assert run_ranks(world, whole_tensors, EVERY, torch.float32) == [[]] * world
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tensors_of_16_bits_that_nobody_owns_a_part_of_have_the_bits_of_the_interpreter(dtype: torch.dtype) -> None:
+    assert run_ranks(3, whole_tensors, EVERY, dtype) == [[]] * 3
+
+
+def many_small(rank: int, codec: str) -> tuple[int, int]:
+    """Bytes sent to each other rank for many small tensors, and those of their frames one by one."""
+    exchange, count = Exchange(connect(1)), 200
+    chosen, names, sizes = parse(codec), [f"layer.{i}" for i in range(count)], [1024] * count
+    whole = message_codec(chosen)
+    assert whole is not None
+    tensors = gradients_of(rank, sizes, torch.float32)
+    alone = [chosen.encode(x, Context(name, world=exchange.channel.world)) for name, x in zip(names, tensors)]
+    outcome = exchange.run([(exchange.prepared(whole, NAMED["allgather"], names, sizes), tensors)], memory=Memory(rank))
+    return outcome.bytes_sent // (exchange.channel.world - 1), sum(frame.numel() for frame in alone)
+
+
+@pytest.mark.parametrize("codec", [*SPARSE, "sign", "qsgd"])
+def test_many_small_tensors_send_what_their_frames_take(codec: str) -> None:
+    for sent, alone in run_ranks(4, many_small, codec):
+        assert alone < sent <= alone + 200 * (8 + 7) + 1000, "the size of each frame, what fills it up, a few headers"
 
 
 def in_rounds(rank: int, codec: str) -> list[str]:

@@ -83,7 +83,7 @@ def one_by_one(codec: Any, rank: int, number: int, everybodys: Any, program: Pro
         whole = message_codec(codec)
         assert whole is not None
         messages = [Message(program.names, torch.float32, r, WORLD, number, memory=memories[r]) for r in range(WORLD)]
-        means = Interpreter(replace(program, chunk=program.dealt), whole, messages).run(everybodys)[rank]
+        means = Interpreter(program, whole, messages).run(everybodys)[rank]
     for memory in memories:
         memory.commit() if all(bool(mean.isfinite().all()) for mean in means) else memory.drop()
     return means

@@ -228,8 +228,8 @@ class MessageCodec(ABC):
     cuttable: bool = True  # chunks may cut parts
     adds_frames: bool = False  # plain values in another type: where a route codes nothing, these are averaged instead
     widest: int = 8  # bytes of a value, at the most
-    # Values of a frame in a chunk on CPUs: coding one overlaps with sending another. A chunk costs two milliseconds of
-    # processor time, so where frames are small, and little is gained while they are sent, it is longer.
+    # Values for each rank in a chunk on CPUs: coding one overlaps with sending another. A chunk costs two milliseconds
+    # of processor time, so where frames are small, and little is gained while they are sent, it is longer.
     chunk: int = 1 << 19
 
     @abstractmethod

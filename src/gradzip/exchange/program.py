@@ -273,19 +273,25 @@ class Program:
         return self._hops[buffer]
 
     def chunked(self, values: int, cuts: bool = True, two_from: int | None = None) -> list[Program]:
-        """Programs for parts of the message, with frames of about so many values, that together are this one.
+        """Programs for parts of the message, with about so many values for each rank, that together are this one.
 
         A message that is dealt out twice stays whole; without `cuts` no part is cut; `two_from`: see Table.chunks.
         """
         groups = {step.group for step in self.steps if isinstance(step, Communicate)}
         if groups != {"flat"}:
             return [self]
-        return [replace(self, chunk=table) for table in self.dealt.chunks(values, cuts, two_from)]
+        table = self.dealt
+        ranks = self.world // table.owners  # that an owner's frame is for
+        two_from = None if two_from is None else two_from * ranks
+        return [replace(self, chunk=chunk) for chunk in table.chunks(values * ranks, cuts, two_from)]
 
-    @property
+    @cached_property
     def dealt(self) -> Table:
-        """The message, dealt out to all ranks at once."""
-        return self.chunk or Table.of(self.names, self.sizes, [self.world])
+        """The message, dealt out to all ranks at once; whole tensors with one owner where no rank owns a part."""
+        if self.chunk is not None:
+            return self.chunk
+        joins = any(isinstance(step, AllReduce) or (isinstance(step, AllGather) and step.joins) for step in self.steps)
+        return Table.of(self.names, self.sizes, [self.world] if joins else [])
 
     def terms(self, buffer: Buffer) -> int:
         """How many frames there are of each part: as many are to be added."""

@@ -1,7 +1,8 @@
 """Units as the chunks that the host runner makes of messages: one after the other they go through a program.
 
-The runner cuts the frame of every owner (Table.chunks in exchange/parts.py). Owners' frames are nearly alike, so the
-tensors one behind the other are cut in their place, which takes no table of parts for each of a thousand ranks.
+The runner cuts the frame of every owner (Table.chunks in exchange/parts.py), or a frame of whole tensors into as many.
+Owners' frames are nearly alike, so the tensors one behind the other are cut in their place, which takes no table of
+parts for each of a thousand ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Piece(NamedTuple):
 class Cut(NamedTuple):
     """How messages are cut; the words are those of Table.chunks."""
 
-    values: int = MessageCodec.chunk  # of each owner's frame
+    values: int = MessageCodec.chunk  # for each rank
     cuts: bool = True
     two_from: int | None = None
 

@@ -2,10 +2,10 @@
 
 What the host codes as a frame for each part (generic.py) lies in one frame for each owner here, without headers, and is
 coded for all parts at once: values are copied to rows (part_rows.py), and every step is an operation on all of them. By
-the route allgather, which quantised codecs take unless told otherwise, a rank has one frame of all parts, and all ranks
-add all frames up. By alltoall means are coded as on the host, and residuals are the same: those of gradients, and of
-the means that this rank codes. All arithmetic gives the same bits on every device, so that both runners agree wherever
-they run.
+the route allgather, which quantised codecs take unless told otherwise, no rank owns a part: each has one frame of whole
+tensors, and all ranks add all frames up. By alltoall means are coded as on the host, and residuals are the same: those
+of gradients, and of the means that this rank codes. All arithmetic gives the same bits on every device, so that both
+runners agree wherever they run.
 """
 
 from __future__ import annotations
@@ -167,9 +167,8 @@ class CodedMessage(CompensatedMessage):
     ) -> None:
         device, world = buffer.device, program.world
         self.scatters = program.route == NAMED["alltoall"] or program.route == REDUCE_SCATTER
-        table = program.dealt if self.scatters else program.dealt.joined()
-        layout = RowLayout(table, codec.stretch if isinstance(codec, QuantizedCodec) else None)
-        self._all = PartRows(layout, range(table.owners), device)
+        layout = RowLayout(program.dealt, codec.stretch if isinstance(codec, QuantizedCodec) else None)
+        self._all = PartRows(layout, range(program.dealt.owners), device)
         self._mine = PartRows(layout, [rank], device) if self.scatters else self._all
         own, sums = (
             [Piece(p.tensor, p.start, p.stop, at) for p, at in zip(rows.parts, rows.firsts)]

@@ -63,7 +63,8 @@ class DeviceMessage(Checked):
     def __init__(self, program: Program, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self.program, self.world, self.rank = program, program.world, rank
         self.table = program.dealt
-        self._own_parts = [tensors[part.tensor][part.start : part.stop] for part in self.table.of_owner(rank)]
+        owned = self.table.of_owner(rank) if self.scatters else ()
+        self._own_parts = [tensors[part.tensor][part.start : part.stop] for part in owned]
         self._buffer, self._tensors = buffer, [tensor for tensor in tensors if tensor.numel()]
         self._is_all = sum(program.sizes) == buffer.numel()
 

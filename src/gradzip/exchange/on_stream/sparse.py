@@ -29,7 +29,7 @@ from .residuals import Piece
 
 
 class _Sparse(CompensatedMessage):
-    """All values of all ranges one behind the other; those that are sent are known by their places among them."""
+    """All values of all tensors one behind the other; those that are sent are known by their places among them."""
 
     def __init__(
         self,
@@ -38,12 +38,10 @@ class _Sparse(CompensatedMessage):
         rank: int,
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
-        ranges: Sequence[tuple[int, int, int]],
     ) -> None:
-        """`ranges`: tensor, start and stop of what values are chosen from."""
-        sizes, device = np.array([stop - start for _, start, stop in ranges], np.int64), buffer.device
-        self._values, self._firsts = sizes, np.cumsum(sizes) - sizes  # of each range
-        pieces = [Piece(*each, int(at)) for each, at in zip(ranges, self._firsts)]
+        sizes, device = np.array(program.sizes, np.int64), buffer.device
+        self._values, self._firsts = sizes, np.cumsum(sizes) - sizes  # of each tensor
+        pieces = [Piece(tensor, 0, size, int(self._firsts[tensor])) for tensor, size in enumerate(program.sizes)]
         x = torch.zeros(int(sizes.sum()), device=device)
         super().__init__(program, codec, rank, buffer, tensors, x, pieces)
         self._counts = [codec.kept(int(size)) for size in sizes]
@@ -60,7 +58,7 @@ class PickedMessage(_Sparse):
         buffer: torch.Tensor,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__(program, codec, rank, buffer, tensors, [(i, 0, n) for i, n in enumerate(program.sizes)])
+        super().__init__(program, codec, rank, buffer, tensors)
         device, counts = buffer.device, np.array(self._counts)
         self._codec = codec
         numbers = torch.zeros(int(counts.sum()), dtype=program.dtype, device=device)
@@ -127,8 +125,7 @@ class TopMessage(_Sparse):
     def __init__(
         self, program: Program, codec: TopK, rank: int, buffer: torch.Tensor, tensors: Sequence[torch.Tensor]
     ) -> None:
-        parts = [(part.tensor, part.start, part.stop) for part in program.dealt.joined().parts]
-        super().__init__(program, codec, rank, buffer, tensors, parts)
+        super().__init__(program, codec, rank, buffer, tensors)
         device, kind = buffer.device, torch.int16 if self._narrow else torch.int32
         counts, sizes = np.array(self._counts), self._values
         self._count, numel = int(counts.sum()), int(sizes.sum())
