@@ -162,7 +162,8 @@ def _shares(rows: list[Row], tasks: list[str]) -> str:
 def _promise(rows: list[Row]) -> list[str]:
     if not rows:
         return []
-    absent = [name for name in ("AdamW", "AdamW beta2=0.95", "SGD", "Lion", "Muon", "Adafactor") if not of(rows, optimizer=name)]
+    names = ("AdamW", "AdamW beta2=0.95", "SGD", "Lion", "Muon", "Adafactor")
+    absent = [name for name in names if not of(rows, optimizer=name)]
     lines = [
         [row["optimizer"], f"{int(row['parameters']) / 1e6:.1f} M", row["steps"], f"{row['texts']} x {row['length']}",
          f"{100 * float(row['share']):.2f} / {100 * float(row['worst']):.2f}",

@@ -271,7 +271,11 @@ class Geometry:
 
 
 class Encoder:
-    """Encodes parts into frames: three launches."""
+    """Encodes parts into frames: three launches.
+
+    Groups of threads tell each other of blocks in memory that belongs to the encoder: its launches must come one after
+    the other, on one stream or on streams that wait for each other.
+    """
 
     def __init__(
         self,

@@ -126,7 +126,8 @@ class Slots:
         sizes = {hop: int(state["sizes"][hop]) for hop in (OWN, SUM)}
         seen = {hop: [int(size) for size in state["seen"][hop]] for hop in (OWN, SUM)}
         for hop, size in sizes.items():  # a slot of any other size would be memory that is too small, or all there is
-            if not self.least[hop] <= size <= aligned(self.bound[hop]) or min(seen[hop], default=0) < 0:
+            fits = self.least[hop] <= size <= aligned(self.bound[hop]) and size == aligned(size)
+            if not fits or min(seen[hop], default=0) < 0:
                 raise ValueError(f"slots of {size} bytes for frames of {self.least[hop]} to {self.bound[hop]}")
         self.sizes, self.steps, self.coarser = sizes, int(state["steps"]), {OWN, SUM}.intersection(state["coarser"])
         for hop, past in seen.items():

@@ -375,6 +375,7 @@ DEVICE void noise_measure(const Args& args) {
         last = (atomicAdd(marks + 1, 1ull) & 0x7fffffffffffffffull) == blocks - 1;
         __threadfence();
     }
+    __syncwarp();  // shuffles alone order no memory
     for (int half = 0; half < 32; half += 16)
         if (__shfl_sync(kAll, last, half)) finish_level(a, __shfl_sync(kAll, which.x, half));
 }

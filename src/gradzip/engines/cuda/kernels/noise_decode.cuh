@@ -563,6 +563,7 @@ DEVICE void noise_decode(const Args& args) {
         }
         __syncwarp();  // the next block takes this one's place
     }
+    all_copies();  // those ahead of the last row, before their memory is another group's
 }
 
 // --- Sums --------------------------------------------------------------------------------------------------------------
@@ -648,4 +649,5 @@ DEVICE void noise_add(const Args& args) {
             for (u32 i = t; i < values; i += kThreads) out[i] = __uint_as_float(kCanonicalNan);
         __syncthreads();
     }
+    all_copies();
 }

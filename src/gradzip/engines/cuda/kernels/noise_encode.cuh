@@ -534,7 +534,7 @@ DEVICE Coded code_block(const Noise& a, R& room, const NoiseFrame& f, const Nois
         coded.bytes = 4 + 4 * b.values;
         return coded;
     }
-    if (size > most) return coded;
+    if (size > most || (wide && !R::kLarge)) return coded;  // noise_place codes wide blocks
 
     // Lanes and what follows are put together with `or`.
     for (u32 at = (kBefore + planes) / 4 + t; 4 * at < coded.first + size; at += kEncoders) room.out[at] = 0;
@@ -850,7 +850,7 @@ DEVICE void noise_coarsen(const Args& args) {
             if (threadIdx.x == 0) retries[(u64)candidate * a.all_blocks + block] = (u16)coded.bytes;
             __syncthreads();
         }
-        if (!is_last(room, &state.retried, f.blocks)) continue;
+        if (!is_last(room, &state.retried, f.blocks ? f.blocks : 1)) continue;
         u32 candidate = 0;
         auto size_of = [&](u32 at) -> u32 { return __ldcg(retries + (u64)candidate * a.all_blocks + f.first_block + at); };
         for (candidate = 1; candidate < kCandidates; candidate++)
