@@ -110,16 +110,27 @@ inline void subtract_floats(const void* GZ_RESTRICT from, const void* GZ_RESTRIC
     for (int i = 0; i < n; i++) put_value(to, i, value_at<float>(from, i) - value_at<float>(what, i));
 }
 
+inline void divide_floats(void* values, int n, float divisor) {
+    int exponent;
+    if (std::frexp(divisor, &exponent) == 0.5f && exponent > -100 && exponent < 100) {  // as exact as a division, and faster
+        const float factor = 1 / divisor;
+        for (int i = 0; i < n; i++) put_value(values, i, value_at<float>(values, i) * factor);
+    } else {
+        for (int i = 0; i < n; i++) put_value(values, i, value_at<float>(values, i) / divisor);
+    }
+}
+
+void divide(void* values, uint64_t n, float divisor) {
+    for (uint64_t start = 0; start < n; start += kBlock) {
+        uint8_t* at = static_cast<uint8_t*>(values) + 4 * start;
+        const int here = int(n - start < kBlock ? n - start : kBlock);
+        divide_floats(at, here, divisor);
+    }
+}
+
 void lost_of_block(const BlockIn& in, float scale, void* out, Scratch& scratch) {
     subtract_floats(in.values, rounded_values(in, scratch), in.n, out);
-    int exponent;
-    if (scale == 1) return;
-    if (std::frexp(scale, &exponent) == 0.5f && exponent > -100 && exponent < 100) {  // as exact as a division, and faster
-        const float factor = 1 / scale;
-        for (int i = 0; i < in.n; i++) put_value(out, i, value_at<float>(out, i) * factor);
-    } else {
-        for (int i = 0; i < in.n; i++) put_value(out, i, value_at<float>(out, i) / scale);
-    }
+    if (scale != 1) divide_floats(out, in.n, scale);
 }
 
 // --- Decoding ---

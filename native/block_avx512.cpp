@@ -90,7 +90,7 @@ inline int find_nonzero(const uint8_t* exponent, int n, uint16_t* position) {
 
 const Kernels* avx512_kernels() {
     static const Kernels kernels{"avx512", avx512::encode_block, avx512::decode_group, avx512::sample_block,
-                                 avx512::fast_floors, avx512::round_block, avx512::lost_of_block};
+                                 avx512::fast_floors, avx512::round_block, avx512::lost_of_block, avx512::divide};
     return &kernels;
 }
 

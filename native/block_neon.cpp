@@ -13,7 +13,7 @@ namespace neon {
 
 const Kernels* neon_kernels() {
     static const Kernels kernels{"neon", neon::encode_block, neon::decode_group, neon::sample_block,
-                                 neon::fast_floors, neon::round_block, neon::lost_of_block};
+                                 neon::fast_floors, neon::round_block, neon::lost_of_block, neon::divide};
     return &kernels;
 }
 

@@ -17,7 +17,7 @@ using plain::encode_lanes;
 
 const Kernels* scalar_kernels() {
     static const Kernels kernels{"scalar", scalar::encode_block, scalar::decode_group, scalar::sample_block,
-                                 scalar::floors, scalar::round_block, scalar::lost_of_block};
+                                 scalar::floors, scalar::round_block, scalar::lost_of_block, scalar::divide};
     return &kernels;
 }
 

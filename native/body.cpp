@@ -41,6 +41,7 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
     Scratch& s = scratch()[0];
     alignas(64) CodeTable table;
     Sample samples[kSegmentBlocks];
+    Code code;
     uint64_t at = 0;
     for (uint64_t number = first; number < last; number++) {
         if (number % kSegmentBlocks == 0 || number == first) {
@@ -48,13 +49,13 @@ uint64_t encode_blocks(const Source& source, uint64_t first, uint64_t last, cons
             uint8_t sampled[256];
             const uint8_t* use = lengths ? lengths + 256 * segment : sampled;
             if (!lengths) {
-                int64_t counts[256];
+                uint32_t counts[256];
                 source.sample_segment(segment, counts, samples);
                 code_lengths(counts, source.job.limit, sampled);
             }
-            build_table(use, &table);
-            if (tables)
-                for (int i = 0; i < kTableBytes; i++) tables[segment * kTableBytes + uint64_t(i)] = uint8_t(use[2 * i] | use[2 * i + 1] << 4);
+            code.read(use);
+            build_table(code, &table, kEncodes);
+            if (tables) code.write_packed(tables + segment * kTableBytes);
         }
         BlockIn in = source.block(number, &table);
         source.streams(number + 1, 1, in.ahead.next);
@@ -92,8 +93,9 @@ int64_t encode_body(const gz_job& job, const void* x, uint64_t n, const gz_floor
     if (capacity < gz_bound(n, job.dtype)) return GZ_NO_ROOM;
     if (lengths)
         for (uint64_t i = 0; i < segments_of(n); i++) {
-            CodeTable table;
-            if (!build_table(lengths + 256 * i, &table)) return GZ_BAD_TABLE;
+            Code code;
+            code.read(lengths + 256 * i);
+            if (code.escape() < 0) return GZ_BAD_TABLE;
         }
     write_head(job, out);
     uint8_t* tables = job.book ? nullptr : out + kBodyHead;
@@ -102,6 +104,8 @@ int64_t encode_body(const gz_job& job, const void* x, uint64_t n, const gz_floor
     std::memset(index + 2 * count, 0, size_t(start - index_offset(n, job.book) - 2 * count));
 
     Source source{job, x, n, floor, kernels()};
+    if (stay_together(n, threads))
+        return int64_t(start + encode_blocks(source, 0, count, lengths, tables, index, out + start, capacity - start, lost));
     std::vector<uint64_t> bounds = parts(n, threads);
     const uint64_t raw_block = uint64_t(kBlock) * uint64_t(float_layout(job.dtype).item_bytes);
     std::vector<uint64_t> size(bounds.size() - 1);
@@ -118,9 +122,18 @@ int64_t encode_body(const gz_job& job, const void* x, uint64_t n, const gz_floor
     return int64_t(at);
 }
 
-int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, const gz_floor* floor, int shift, bool add,
-                  bool stream, uint8_t* out, const Kernels* kernels) {
+int decode_blocks(const Body& body, const uint8_t* book_lengths, uint64_t first, uint64_t last, int dtype, const gz_floor* floor,
+                  int shift, bool add, bool stream, uint8_t* out, const Kernels* kernels) {
     Scratch* s = scratch();
+    if (body.n <= kBlock) {
+        if (first >= last) return 0;
+        CodeTable table;
+        BlockData block;
+        const Target target{out, add, false};
+        if (int error = body.only_block(book_lengths, &table, &block, s[0].frame)) return error;
+        block.floors = {floor, 0, shift};
+        return kernels->decode_group(&block, 1, dtype, body.coding, &target, {}, s);
+    }
     const uint64_t item = uint64_t(float_layout(dtype).item_bytes);
     for (uint64_t number = first; number < last; number += kGroup) {
         BlockData block[kGroup];
@@ -174,7 +187,7 @@ int64_t gz_decode(const uint8_t* data, uint64_t size, int32_t dtype, uint64_t n,
     std::vector<uint64_t> bounds = parts(n, threads);
     std::vector<int> error(bounds.size() - 1);
     run_parts(error.size(), [&](size_t i) {
-        error[i] = decode_blocks(body, bounds[i], bounds[i + 1], dtype, floor, shift, add != 0, stream,
+        error[i] = decode_blocks(body, book, bounds[i], bounds[i + 1], dtype, floor, shift, add != 0, stream,
                                  static_cast<uint8_t*>(out), use);
     });
     for (int e : error)
@@ -192,19 +205,17 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
     if (int error = body.read(book)) return error;
     if (body.coding == kNear && n && !(floor && (floor->given || floor->theta))) return GZ_BAD_ARGUMENT;
     if (!lengths && body.book && n) return GZ_BAD_ARGUMENT;
-    std::vector<CodeTable> own;
-    if (lengths) {
-        own.resize(segments_of(n));
-        for (uint64_t i = 0; i < own.size(); i++)
-            if (!build_table(lengths + 256 * i, &own[i])) return GZ_BAD_TABLE;
+    std::vector<CodeTable> tables(segments_of(n)), incoming(n <= kBlock ? tables.size() : 0);
+    for (uint64_t i = 0; i < tables.size(); i++) {
+        Code code;
+        if (lengths)
+            code.read(lengths + 256 * i);
+        else
+            body.read_code(i, book, &code);
+        if (!build_table(code, &tables[i], kEncodes)) return GZ_BAD_TABLE;
+        if (!job->book) code.write_packed(out + kBodyHead + i * kTableBytes);
     }
-    const std::vector<CodeTable>& tables = lengths ? own : body.tables;
     write_head(*job, out);
-    for (uint64_t i = 0; i < segments_of(n) && !job->book; i++)
-        for (int b = 0; b < kTableBytes; b++) {
-            auto length = [&](int s) { return tables[i].length[s] & kEscaped ? 0 : tables[i].length[s]; };
-            out[kBodyHead + i * kTableBytes + uint64_t(b)] = uint8_t(length(2 * b) | length(2 * b + 1) << 4);
-        }
     uint8_t* index = out + index_offset(n, job->book);
     uint64_t at = blocks_offset(n, job->book), count = blocks_of(n);
     std::memset(index + 2 * count, 0, size_t(at - index_offset(n, job->book) - 2 * count));
@@ -216,7 +227,8 @@ int64_t gz_decode_add_encode(const uint8_t* data, uint64_t size, int32_t in_shif
         std::memcpy(s[0].sum, local + start, size_t(here) * 4);
         BlockData block;
         Target target{s[0].sum, true, false};
-        if (int error = body.block(number, &block, s[0].frame)) return error;
+        const int wrong = n <= kBlock ? body.only_block(book, &incoming[0], &block, s[0].frame) : body.block(number, &block, s[0].frame);
+        if (wrong) return wrong;
         block.floors = {floor, start, in_shift};
         if (int error = use->decode_group(&block, 1, GZ_FLOAT32, body.coding, &target, {}, s)) return error;
         BlockIn in{s[0].sum, here, *job, coding_of(*job), {floor, start, job->shift}, &tables[number / kSegmentBlocks], {}, nullptr, nullptr};
@@ -234,7 +246,11 @@ int64_t gz_histogram(const gz_job* job, const void* x, uint64_t n, const gz_floo
     if (!valid(*job, n, floor)) return GZ_BAD_ARGUMENT;
     Source source{*job, x, n, floor, kernels()};
     Sample samples[kSegmentBlocks];
-    for (uint64_t i = 0; i < segments_of(n); i++) source.sample_segment(i, counts + 256 * i, samples);
+    for (uint64_t i = 0; i < segments_of(n); i++) {
+        uint32_t of_segment[256];
+        source.sample_segment(i, of_segment, samples);
+        std::copy(of_segment, of_segment + 256, counts + 256 * i);
+    }
     return 0;
 }
 
@@ -242,6 +258,18 @@ void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out) {
     const Kernels* use = kernels();
     for (uint64_t start = 0; start < n; start += kBlock)
         use->floors(*floor, start, int(std::min<uint64_t>(kBlock, n - start)), 0, out + start);
+}
+
+void gz_strided_sums(const gz_strided* rows, uint64_t count, int64_t* sums) {
+    for (uint64_t row = 0; row < count; row++) {
+        const gz_strided r = rows[row];
+        uint64_t sum = 0;  // of numbers moved up by 2^31: those without a sign are cheaper to widen
+        if (r.stride == 1)
+            for (uint64_t i = 0; i < r.count; i++) sum += uint32_t(r.first[i]) ^ 0x80000000u;
+        else
+            for (uint64_t i = 0; i < r.count; i++) sum += uint32_t(r.first[i * r.stride]) ^ 0x80000000u;
+        sums[row] = int64_t(sum - (r.count << 31));
+    }
 }
 
 uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word) {

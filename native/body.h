@@ -62,12 +62,18 @@ struct Source {
         stream[1] = reinterpret_cast<const uint8_t*>(floor->theta + start);
         if (floor->second) stream[2] = reinterpret_cast<const uint8_t*>(floor->second + start);
     }
-    void sample_segment(uint64_t segment, int64_t counts[256], Sample samples[kSegmentBlocks]) const {
-        uint32_t parts[4][256] = {};
+    void sample_segment(uint64_t segment, uint32_t counts[256], Sample samples[kSegmentBlocks]) const {
         uint64_t first = segment * kSegmentBlocks, last = std::min(blocks_of(n), first + kSegmentBlocks);
+        Scratch& room = scratch()[0];
+        if (n - first * kBlock <= kFewSampled * kSampleRows) {
+            std::memset(counts, 0, 256 * sizeof(uint32_t));
+            samples[0] = kernels->sample_block(block(first, nullptr), reinterpret_cast<uint32_t(*)[256]>(counts), room);
+            return;
+        }
+        uint32_t parts[4][256] = {};
         for (uint64_t number = first; number < last; number++)
-            samples[number - first] = kernels->sample_block(block(number, nullptr), parts, scratch()[0]);
-        for (int k = 0; k < 256; k++) counts[k] = int64_t(parts[0][k]) + parts[1][k] + parts[2][k] + parts[3][k];
+            samples[number - first] = kernels->sample_block(block(number, nullptr), parts, room);
+        for (int k = 0; k < 256; k++) counts[k] = parts[0][k] + parts[1][k] + parts[2][k] + parts[3][k];
     }
 };
 
@@ -78,6 +84,9 @@ inline std::vector<uint64_t> parts(uint64_t n, int threads) {
     for (uint64_t i = 0; i <= count; i++) bounds.push_back(std::min(segments * i / count * kSegmentBlocks, blocks_of(n)));
     return bounds;
 }
+
+// Whether all of it is one part.
+inline bool stay_together(uint64_t n, int threads) { return threads <= 1 || segments_of(n) < 4; }
 
 template <typename Work>
 void run_parts(size_t count, Work work) {
@@ -97,6 +106,13 @@ struct Body {
     std::vector<CodeTable> tables;  // one per segment
     std::vector<uint64_t> offset;   // one per block, and the end
 
+    void read_code(uint64_t segment, const uint8_t* book_lengths, Code* code) const {
+        if (book)
+            code->read(book_lengths + 256 * segment);
+        else
+            code->read_packed(data + kBodyHead + segment * kTableBytes);
+    }
+    // Checks all but the blocks. Of a body of one block nothing is kept: there may be thousands of them.
     int read(const uint8_t* book_lengths) {
         if (size < kBodyHead) return GZ_TRUNCATED_HEAD;
         bool has_book = load32(data + 4) != 0;
@@ -105,36 +121,50 @@ struct Body {
         book = has_book;
         if (book && n && !book_lengths) return GZ_NO_BOOK;
         if (size < blocks_offset(n, book)) return GZ_TRUNCATED_HEAD;
-        tables.resize(segments_of(n));
-        for (uint64_t i = 0; i < tables.size(); i++) {
-            uint8_t lengths[256];
-            const uint8_t* packed = data + kBodyHead + i * kTableBytes;
-            for (int s = 0; s < 256 && !book; s++) lengths[s] = packed[s / 2] >> (s % 2 * 4) & 15;
-            if (!build_table(book ? book_lengths + 256 * i : lengths, &tables[i])) return GZ_BAD_TABLE;
+        const bool keeps = n > kBlock;
+        if (keeps) tables.resize(segments_of(n));
+        for (uint64_t i = 0; i < segments_of(n); i++) {
+            Code code;
+            read_code(i, book_lengths, &code);
+            if (keeps ? !build_table(code, &tables[i], kBoth) : code.escape() < 0) return GZ_BAD_TABLE;
         }
         const uint8_t* index = data + index_offset(n, book);
         uint64_t at = blocks_offset(n, book), count = blocks_of(n);
         for (const uint8_t* pad = index + 2 * count; pad < data + at; pad++)
             if (*pad) return GZ_BAD_INDEX;
-        offset.resize(count + 1);
+        if (keeps) offset.resize(count + 1);
         for (uint64_t i = 0; i < count; i++) {
-            offset[i] = at;
+            if (keeps) offset[i] = at;
             at += 4 * uint64_t(load16(index + 2 * i) & 0x3fff);
             if (at > size) return GZ_TRUNCATED_BLOCK;
         }
-        offset[count] = at;
+        if (keeps) offset[count] = at;
         return at == size ? 0 : GZ_TRAILING;
     }
     int kind(uint64_t number) const { return int(load16(data + index_offset(n, book) + 2 * number) >> 14); }
 
     // Blocks near the end of the body are moved to `room`, where vector loads may run over their end.
     int block(uint64_t number, BlockData* b, uint8_t* room) const {
-        int kind = int(load16(data + index_offset(n, book) + 2 * number) >> 14);
+        return block(number, offset[number], offset[number + 1], &tables[number / kSegmentBlocks], b, room);
+    }
+    // That of a body of one block; `table` is filled for it.
+    int only_block(const uint8_t* book_lengths, CodeTable* table, BlockData* b, uint8_t* room) const {
+        if (kind(0) == kDense) {
+            Code code;
+            read_code(0, book_lengths, &code);
+            build_table(code, table, kDecodes);
+        }
+        return block(0, blocks_offset(n, book), size, table, b, room);
+    }
+
+   private:
+    int block(uint64_t number, uint64_t start, uint64_t end, const CodeTable* table, BlockData* b, uint8_t* room) const {
+        const int kind = this->kind(number);
         if (kind > kSparse) return GZ_BAD_KIND;
-        uint64_t bytes = offset[number + 1] - offset[number];
+        uint64_t bytes = end - start;
         int count = int(std::min<uint64_t>(kBlock, n - number * kBlock));
-        *b = {data + offset[number], int(bytes), Kind(kind), count, &tables[number / kSegmentBlocks], {}};
-        if (offset[number + 1] + 64 > size) {
+        *b = {data + start, int(bytes), Kind(kind), count, table, {}};
+        if (end + 64 > size) {
             if (bytes > kMaxDense - 64) return GZ_BAD_DENSE;
             std::memcpy(room, b->data, bytes);
             std::memset(room + bytes, 0, 64);
@@ -155,8 +185,8 @@ int64_t encode_body(const gz_job& job, const void* x, uint64_t n, const gz_floor
                     uint64_t capacity, int threads, Lost lost);
 
 // Blocks [first, last) of a body into out, which is where its first value goes. Returns 0 or a gz_error.
-int decode_blocks(const Body& body, uint64_t first, uint64_t last, int dtype, const gz_floor* floor, int shift, bool add,
-                  bool stream, uint8_t* out, const Kernels* kernels);
+int decode_blocks(const Body& body, const uint8_t* book_lengths, uint64_t first, uint64_t last, int dtype, const gz_floor* floor,
+                  int shift, bool add, bool stream, uint8_t* out, const Kernels* kernels);
 
 constexpr uint64_t kStreamBytes = 4 << 20;  // larger outputs do not fit the cache anyway
 

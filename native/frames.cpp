@@ -47,6 +47,7 @@ struct Term {
 
 // Finds the bodies of all pieces in a part, and reads their heads.
 int read_part(const gz_job& job, const gz_part& part, const gz_piece* pieces, uint64_t count, int codec, std::vector<Term>& terms) {
+    terms.reserve(count);
     if (part.values) {
         for (uint64_t i = 0; i < count; i++) terms.push_back({{}, part.values[i]});
         return 0;
@@ -76,12 +77,14 @@ struct Failure {
 
 // Blocks [first, last) of a piece: all its terms, one group of blocks after the other.
 Failure sum_blocks(const gz_job& job, const gz_piece& piece, const Term* const* terms, uint64_t term_count, uint64_t first,
-                   uint64_t last, bool add, const Kernels* use) {
+                   uint64_t last, bool add, float divisor, const Kernels* use) {
     const uint64_t item = uint64_t(float_layout(job.dtype).item_bytes);
     const gz_job used = job_of(job, piece);
     uint8_t* out = static_cast<uint8_t*>(piece.values);
+    const bool divides = divisor != 1;
     const bool stream = !add && term_count == 1 && piece.n * item >= kStreamBytes;
-    const uint64_t step = term_count == 1 ? last - first : kGroup;
+    // What does not bypass the cache is divided while it is in there.
+    const uint64_t step = term_count > 1 ? kGroup : divides && !stream ? kSegmentBlocks : last - first;
     for (uint64_t at = first; at < last; at += step) {
         const uint64_t end = std::min(last, at + step);
         for (uint64_t t = 0; t < term_count; t++) {
@@ -90,11 +93,12 @@ Failure sum_blocks(const gz_job& job, const gz_piece& piece, const Term* const* 
                 const Source source{used, values, piece.n, floor_of(piece), use};
                 for (uint64_t number = at; number < end; number++)
                     use->round(source.block(number, nullptr), {out + number * kBlock * item, adds, false}, scratch()[0]);
-            } else if (int error = decode_blocks(terms[t]->body, at, end, job.dtype, floor_of(piece), job.shift, adds, stream,
+            } else if (int error = decode_blocks(terms[t]->body, piece.lengths, at, end, job.dtype, floor_of(piece), job.shift, adds, stream,
                                                  out, use)) {
                 return {error, t};
             }
         }
+        if (divides) use->divide(out + at * kBlock * item, std::min(piece.n, end * kBlock) - at * kBlock, divisor);
     }
     return {};
 }
@@ -139,9 +143,10 @@ int64_t gz_lost(const gz_job* job, const gz_piece* pieces, uint64_t count, float
 }
 
 int64_t gz_sum_frames(const gz_job* job, const gz_part* parts_of_sum, uint64_t part_count, const gz_piece* pieces,
-                      uint64_t count, int32_t codec, int32_t add, int32_t threads, uint64_t* failed) {
+                      uint64_t count, int32_t codec, int32_t add, uint32_t divisor, int32_t threads,
+                      uint64_t* failed) {
     *failed = 0;
-    if (!valid(*job, 0, nullptr)) return GZ_BAD_ARGUMENT;
+    if (!valid(*job, 0, nullptr) || !divisor || (divisor > 1 && job->dtype != GZ_FLOAT32)) return GZ_BAD_ARGUMENT;
     std::vector<std::vector<Term>> terms(part_count);
     for (uint64_t p = 0; p < part_count; p++) {
         *failed = p;
@@ -151,13 +156,19 @@ int64_t gz_sum_frames(const gz_job* job, const gz_part* parts_of_sum, uint64_t p
         if (int error = read_part(*job, parts_of_sum[p], pieces, count, codec, terms[p])) return error;
     }
     const Kernels* use = kernels();
+    std::vector<const Term*> own(part_count);
     for (uint64_t i = 0; i < count; i++) {
-        std::vector<const Term*> own;
-        for (const std::vector<Term>& of_part : terms) own.push_back(&of_part[i]);
+        for (uint64_t p = 0; p < part_count; p++) own[p] = &terms[p][i];
+        if (stay_together(pieces[i].n, threads)) {
+            const Failure f = sum_blocks(*job, pieces[i], own.data(), part_count, 0, blocks_of(pieces[i].n), add != 0, float(divisor), use);
+            *failed = f.part;
+            if (f.error) return f.error;
+            continue;
+        }
         const std::vector<uint64_t> bounds = parts(pieces[i].n, threads);
         std::vector<Failure> failure(bounds.size() - 1);
         run_parts(failure.size(), [&](size_t k) {
-            failure[k] = sum_blocks(*job, pieces[i], own.data(), part_count, bounds[k], bounds[k + 1], add != 0, use);
+            failure[k] = sum_blocks(*job, pieces[i], own.data(), part_count, bounds[k], bounds[k + 1], add != 0, float(divisor), use);
         });
         for (const Failure& f : failure)
             if (f.error) {

@@ -179,7 +179,7 @@ void check_frames(const Case& c, const std::vector<uint8_t>& frames, bool intact
         const void* values[2] = {own.values[0].data, own.values[1].data};
         const gz_part parts[2] = {{nullptr, 0, values}, {in.data, in.size, nullptr}};
         uint64_t failed = 7;
-        int64_t code = gz_sum_frames(&c.job, parts, 2, p.piece, 2, kCodecId, 0, 1, &failed);
+        int64_t code = gz_sum_frames(&c.job, parts, 2, p.piece, 2, kCodecId, 0, 1, 1, &failed);
         Decoded here{code, p.values[1].first(code ? 0 : c.values.size())};
         if (intact && code) fail("valid frames are refused", c, isa, code);
         if (code && failed != 1) fail("the wrong part is to blame", c, isa, code, int64_t(failed));

@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 // Raised with every change of this file or planner.h, so that a caller can tell a library of another version.
-#define GZ_VERSION 8
+#define GZ_VERSION 9
 GZ_API int32_t gz_version(void);
 
 enum gz_dtype { GZ_FLOAT32 = 0, GZ_BFLOAT16 = 1, GZ_FLOAT16 = 2 };
@@ -115,10 +115,11 @@ typedef struct {
 } gz_part;
 
 // The sum of parts, in their order, into all pieces (adding to what is there if add is non-zero), block by block without
-// leaving the cache. job: dtype, shift, book and codec are those of all frames, the rest is for parts without frames.
+// leaving the cache; divided by `divisor`, which is 1 for values that are not float32. job: dtype, shift, book and codec are those of all frames, the rest is for parts without frames.
 // Returns 0, or an error and in *failed the number of the part that caused it.
 GZ_API int64_t gz_sum_frames(const gz_job* job, const gz_part* parts, uint64_t part_count, const gz_piece* pieces,
-                             uint64_t count, int32_t codec, int32_t add, int32_t threads, uint64_t* failed);
+                             uint64_t count, int32_t codec, int32_t add, uint32_t divisor, int32_t threads,
+                             uint64_t* failed);
 
 // One hop of a ring, block by block without leaving the cache: encodes local + decoded body. The result is coded
 // with `job` and `lengths` (NULL: the tables of the incoming body). FLOAT32 only. in_shift belongs to the incoming body.
@@ -134,6 +135,15 @@ GZ_API int64_t gz_code_lengths(const int64_t* counts, uint64_t rows, int32_t lim
 
 // The floors that a rule gives, as int8.
 GZ_API void gz_floors(const gz_floor* floor, uint64_t n, int8_t* out);
+
+// Every stride-th of some numbers.
+typedef struct {
+    const int32_t* first;
+    uint64_t count, stride;
+} gz_strided;
+
+// The sum of each row.
+GZ_API void gz_strided_sums(const gz_strided* rows, uint64_t count, int64_t* sums);
 
 // The frame checksum of docs/format.md over `size` bytes whose first word has number first_word.
 GZ_API uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word);

@@ -23,6 +23,7 @@ constexpr int kBodyHead = 8;
 constexpr int kDenseHead = 4 + 2 * kLanes;
 constexpr int kSampleRows = 16;
 constexpr int kSampled = kBlock / kSampleRows;
+constexpr int kFewSampled = 64;  // one histogram will do
 constexpr int kExact = -128;
 constexpr int kCoarsest = 103;  // floors above are taken as this one
 constexpr int kEscape = 256;
@@ -51,9 +52,31 @@ struct alignas(64) CodeTable {
     int lowest, highest;    // the least and the largest that occur
     uint16_t entry[256];    // code | length << 8, by symbol
 };
+
+// The symbols that have a code, in ascending order, with its length.
+struct Code {
+    int count;
+    uint8_t symbol[256], length[256];
+
+    void read(const uint8_t* lengths);       // of all 256 symbols
+    void read_packed(const uint8_t* table);  // as a frame has them
+    void write_packed(uint8_t* table) const;
+    int escape() const;  // the length that is left for the escape; -1 if the code is not complete
+
+   private:
+    void add(int number, int bits) {
+        symbol[count] = uint8_t(number);
+        length[count++] = uint8_t(bits);
+    }
+};
+
+// Which half of a table is filled.
+enum Use { kEncodes = 1, kDecodes = 2, kBoth = 3 };
 // False if the lengths are no complete code.
-bool build_table(const uint8_t* lengths, CodeTable* table);
+bool build_table(const Code& code, CodeTable* table, Use use);
+bool build_table(const uint8_t* lengths, CodeTable* table, Use use);
 void code_lengths(const int64_t* counts, int limit, uint8_t* lengths);
+void code_lengths(const uint32_t* counts, int limit, uint8_t* lengths);
 
 // Under the address sanitizer the arrays of Scratch have poison between them, or it would not see one run into the next.
 #if defined(__SANITIZE_ADDRESS__)
@@ -165,6 +188,8 @@ struct Kernels {
     void (*round)(const BlockIn& in, const Target& target, Scratch& scratch);
     // What coding a block of float32 loses, divided by `scale`.
     void (*lost)(const BlockIn& in, float scale, void* out, Scratch& scratch);
+    // Divides n float32 at any address, in place.
+    void (*divide)(void* values, uint64_t n, float divisor);
 };
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();

@@ -49,6 +49,7 @@ Sample sample_block(const BlockIn& in, uint32_t (*counts)[256], Scratch& scratch
     if (!counts || !nonzero) return sample;
     for (int i = 0; i < n; i++) symbol[i] = symbol_of(exponent[i], sample.base);
     // Four histograms, so that equal neighbours do not wait for each other.
-    for (int i = 0; i < n; i++) counts[i & 3][symbol[i]]++;
+    const int histograms = n <= kFewSampled ? 0 : 3;
+    for (int i = 0; i < n; i++) counts[i & histograms][symbol[i]]++;
     return sample;
 }

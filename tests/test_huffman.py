@@ -29,8 +29,18 @@ def like_exponents(seed: int) -> np.ndarray:
     return rng.poisson(falls * 10 ** rng.uniform(0, 6))
 
 
-histograms = st.integers(0, 1 << 32).map(like_exponents) | arrays.arrays(
-    np.int64, 256, elements=counts, fill=st.sampled_from([0, 1, 1000])
+def of_few(seed: int) -> np.ndarray:
+    """Those of a sample of a small tensor: up to 40 symbols, many of them equally frequent."""
+    rng, histogram = np.random.default_rng(seed), np.zeros(256, np.int64)
+    places = rng.choice(256, rng.integers(0, 41), replace=False)
+    histogram[places] = rng.integers(1, rng.choice([2, 4, 64, 1 << 20]), len(places))
+    return histogram
+
+
+histograms = (
+    st.integers(0, 1 << 32).map(of_few)
+    | st.integers(0, 1 << 32).map(like_exponents)
+    | arrays.arrays(np.int64, 256, elements=counts, fill=st.sampled_from([0, 1, 1000]))
 )
 limits = st.integers(1, 8)
 
@@ -39,6 +49,9 @@ limits = st.integers(1, 8)
 @example(np.ones(256, np.int64), 8)  # all qualify: one must go
 @example(np.ones(256, np.int64), 1)
 @example(np.arange(256), 8)
+@example(np.arange(256) // 225, 8)  # 31 symbols, and 32 with the escape
+@example(np.arange(256) // 224, 8)
+@example(np.arange(256) // 253 << 40, 8)
 @example(np.full(256, 1 << 40), 3)
 @example((1 << np.arange(256) % 41).astype(np.int64), 8)  # would need far longer codes than are allowed
 @given(histograms, limits)

@@ -17,7 +17,7 @@ from ..errors import Corrupt, EngineError, Truncated, Unsupported
 from .layout import Floor, Job, float_layout, segments_of
 
 NAME = "native"
-VERSION = 8  # of native/gradzip.h and planner.h
+VERSION = 9  # of native/gradzip.h and planner.h
 
 _MODES = {"lossless": 0, "keep": 1, "near": 2, "paper": 3}
 
@@ -85,7 +85,8 @@ def _load() -> ctypes.CDLL:
         raise ImportError(
             f"{path} was built from another version of gradzip's source: build it again (`make native` or `make setup`)"
         )
-    i32, i64, u64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+    i32, u32, i64, u64 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
+    pointer = ctypes.c_void_p
     signatures = {
         "gz_encode": (i64, [pointer, pointer, u64, pointer, pointer, pointer, u64, i32]),
         "gz_decode": (i64, [pointer, u64, i32, u64, pointer, i32, pointer, i32, pointer, i32]),
@@ -95,10 +96,11 @@ def _load() -> ctypes.CDLL:
         ),
         "gz_encode_frames": (i64, [pointer, pointer, u64, i32, ctypes.c_float, pointer, u64, i32]),
         "gz_lost": (i64, [pointer, pointer, u64, ctypes.c_float]),
-        "gz_sum_frames": (i64, [pointer, pointer, u64, pointer, u64, i32, i32, i32, pointer]),
+        "gz_sum_frames": (i64, [pointer, pointer, u64, pointer, u64, i32, i32, u32, i32, pointer]),
         "gz_histogram": (i64, [pointer, pointer, u64, pointer, pointer]),
         "gz_code_lengths": (i64, [pointer, u64, i32, pointer]),
         "gz_floors": (None, [pointer, u64, pointer]),
+        "gz_strided_sums": (None, [pointer, u64, pointer]),
         "gz_checksum": (u64, [pointer, u64, u64]),
         "gz_isa": (ctypes.c_char_p, []),
         "gz_available_isas": (ctypes.c_char_p, []),
@@ -249,8 +251,9 @@ def sum_pieces(
     job: Job,
     codec: int,
     add: bool = False,
+    divisor: int = 1,
 ) -> None:
-    """The sum of all parts, in their order, into the values of each row, or added to what is there.
+    """The sum of all parts, in their order, into the values of each row, or added to what is there; then divided.
 
     A part is what encode_pieces wrote, or the addresses of values that count as if they had been coded and decoded.
     DamagedFrames if one cannot be decoded; the rows' values are anything then.
@@ -264,7 +267,7 @@ def sum_pieces(
     failed = ctypes.c_uint64()
     code = _library.gz_sum_frames(
         ctypes.byref(_job(dtype, job)), bytes(packed), len(parts), pieces.ctypes.data, len(pieces), codec, add,
-        _threads, ctypes.byref(failed),
+        divisor, _threads, ctypes.byref(failed),
     )  # fmt: skip
     if code < 0:
         raise DamagedFrames(failed.value)
@@ -308,6 +311,15 @@ def floors(rule: Floor) -> torch.Tensor:
     out = torch.empty(rule.numel(), dtype=torch.int8)
     _library.gz_floors(_floor(rule), rule.numel(), out.data_ptr())
     return out
+
+
+def strided_sums(
+    first: npt.NDArray[np.int64], count: npt.NDArray[np.int64], stride: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Of each row the sum of so many int32, every stride-th from an address on."""
+    rows, sums = np.stack([first, count, stride], 1), np.zeros(len(first), np.int64)
+    _library.gz_strided_sums(rows.ctypes.data, len(rows), sums.ctypes.data)
+    return sums
 
 
 def checksum(data: torch.Tensor, first_word: int) -> int:
