@@ -5,6 +5,7 @@ exchange/way.py defines Way.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -87,6 +88,8 @@ class Ways:
         self._trained: list[bool] = []
         self._chosen = _Chosen({}, {})
         self._last: dict[str, Way] = {}
+        self._wanted: dict[GComp, Set[torch.Tensor]] = {}  # keys of what is graded
+        self._found: dict[GComp, list[_Floors]] = {}  # that the last ways were made with
 
     def check(self, policy: Policy) -> dict[str, Way]:
         """Complains about a policy that cannot work with this model, rather than in backward; returns its ways."""
@@ -113,11 +116,16 @@ class Ways:
             options = [policy.option(name, p.shape) if is_trained else PLAIN for (p, name), is_trained in asked]
             if options != self._options:
                 self._chosen = self._choose(options)
-                self._last = self._chosen.ways
+                self._last, self._found = self._chosen.ways, {}
+                self._wanted = {codec: graded.keys() for codec, graded in self._chosen.graded.items()}
             self._policy, self._options, self._trained = policy, options, trained
         changed = {}
         for codec, graded in self._chosen.graded.items() if floors else ():
-            found = self._floors(codec, scale, graded, read)
+            by_optimizer = self._floors(codec, scale, read)
+            known = self._found.get(codec, ())
+            if len(known) == len(by_optimizer) and all(map(operator.is_, known, by_optimizer)):
+                continue
+            self._found[codec], found = by_optimizer, _merged(by_optimizer)
             for parameter, (name, way, exact) in graded.items():
                 floor = found.get(parameter)
                 if floor is None:
@@ -188,14 +196,15 @@ class Ways:
             return route
         return str(NAMED[route].on(option.device or "gpu"))
 
-    def _floors(self, codec: GComp, scale: float, wanted: Mapping[torch.Tensor, _Graded], read: Read) -> _Floors:
-        """Where each parameter's gradient may be cut, for the step about to be taken."""
+    def _floors(self, codec: GComp, scale: float, read: Read) -> list[_Floors]:
+        """Where each parameter's gradient may be cut, for the step about to be taken, by each of the optimizers."""
         if not self._optimizers:
             raise Unsupported(
                 f"{codec} asks the optimizer which bits matter: attach(model, optimizer), or take gcomp:mode=lossless"
             )
+        wanted = self._wanted[codec]
         found: list[_Floors] = (
-            [grids.rules(codec.ulps, scale, wanted.keys(), read) for grids in self._grids]
+            [grids.rules(codec.ulps, scale, wanted, read) for grids in self._grids]
             if codec.mode == "near"
             else [
                 {p: flatten(r, p) for p, r in sensitivity.reaches(optimizer, scale).items() if p in wanted}
@@ -208,11 +217,7 @@ class Ways:
                 f"{codec} asks the optimizer which bits matter, and this {kinds} has none of the model's parameters: "
                 "make it of this model's parameters()"
             )
-        if len(found) == 1:
-            return found[0]
-        # Two optimizers that step one parameter move it further than either says: it stays lossless.
-        counts = Counter(p for floors in found for p in floors)
-        return {p: floor if counts[p] == 1 else None for floors in found for p, floor in floors.items()}
+        return found
 
     def _held(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
@@ -223,6 +228,14 @@ class Ways:
         """Parameters that no optimizer holds, so that a codec which asks the optimizer sends them lossless."""
         held = set(self._held())
         return [part.name for graded in self._chosen.graded.values() for p, part in graded.items() if p not in held]
+
+
+def _merged(found: Sequence[_Floors]) -> _Floors:
+    """Two optimizers that step one parameter move it further than either says: it stays lossless."""
+    if len(found) == 1:
+        return found[0]
+    counts = Counter(p for floors in found for p in floors)
+    return {p: floor if counts[p] == 1 else None for floors in found for p, floor in floors.items()}
 
 
 def _parts(policy: Policy) -> list[Rules]:

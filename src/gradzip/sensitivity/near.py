@@ -20,9 +20,10 @@ Gradient values and sums below 2^-126 (subnormal in float32) count as zero: the 
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Set
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 from ..engines.layout import EXACT, Floor
 from ..errors import Unsupported
 from .bounds import Bound, bound
-from .survey import Case, Read, fetch, survey, warn_lossless
+from .survey import Case, Read, States, fetch, has_sparse_gradient, numbers_of, survey, unwrap, warn_lossless
 
 _ULP = -150  # E(theta) - 150 is the exponent of theta's last place
 
@@ -45,12 +46,115 @@ def rules(optimizer: Optimizer, ulps: float = 1, scale: float = 1.0) -> dict[tor
     return Grids(optimizer).rules(ulps, scale)
 
 
+_POLICIES = 8  # whose parameters are known at a time: a policy that changes asks for others
+
+
+class _Graded(NamedTuple):
+    """A parameter with a floor, and what the floor was made of."""
+
+    parameter: torch.Tensor
+    address: int
+    stride: tuple[int, ...]
+    state: Mapping[str, Any]
+    step: Any
+    has_momentum: bool
+    key: str  # of the second moment; empty: there is none
+    second: torch.Tensor | None
+    second_address: int
+    floor: Floor
+
+    @classmethod
+    def of(cls, case: Case, key: str, floor: Floor) -> _Graded:
+        theta, second, state = case.parameter, case.tensor(key), case.state
+        step, has_momentum = state.get("step"), state.get("momentum_buffer") is not None
+        address = 0 if second is None else second.data_ptr()
+        return cls(
+            theta, theta.data_ptr(), theta.stride(), state, step, has_momentum, key, second, address, floor
+        )  # fmt: skip
+
+    def has_moved(self) -> bool:
+        theta, state, second = self.parameter, self.state, self.second
+        return (
+            theta.data_ptr() != self.address
+            or theta.stride() != self.stride
+            or state.get("step") is not self.step
+            or state.get(self.key) is not second
+            or (second is not None and second.data_ptr() != self.second_address)
+            or (state.get("momentum_buffer") is not None) is not self.has_momentum
+            or has_sparse_gradient(theta)
+        )
+
+
+_Kind = tuple[int, bool, str, bool]  # group, has momentum, key of the second moment, and whether that is there
+
+
+class _Survey:
+    """Floors of all parameters, and all that they depend on but numbers."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        wanted: Set[torch.Tensor] | None,
+        graded: list[_Graded],
+        result: dict[torch.Tensor, Floor | None],
+    ) -> None:
+        self.wanted, self.graded, self.result = wanted, graded, result
+        self._optimizer, self._states = optimizer, States.of(optimizer)
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        number_of = {p: number for number, (_, parameters) in enumerate(self._groups) for p in parameters}
+        # Parameters of one kind that have made equally many steps have the same constants.
+        self.kinds = [(number_of[g.parameter], g.has_momentum, g.key, g.second is not None) for g in graded]
+        self._one_of = dict(zip(self.kinds, graded))
+        self._stepped = [g.step for g in graded if isinstance(g.step, torch.Tensor)]
+        self._each = len(self._stepped) == len(graded)
+
+    def holds_for(self, optimizer: Optimizer, wanted: Set[torch.Tensor] | None) -> bool:
+        """Whether nothing has moved; nor has any parameter come or gone."""
+        groups = optimizer.param_groups
+        return (
+            optimizer is self._optimizer
+            and wanted is self.wanted
+            and len(groups) == len(self._groups)
+            and all(now is group for now, (group, _) in zip(groups, self._groups))
+            and all(_are_same(group["params"], parameters) for group, parameters in self._groups)
+            and not self._states.have_changed()
+            and not any(graded.has_moved() for graded in self.graded)
+        )
+
+    def steps(self, read: Read) -> list[float]:
+        """How many each parameter has made."""
+        known = read(self._stepped)
+        if self._each:
+            return known
+        values = iter(known)
+        return [next(values) if isinstance(g.step, torch.Tensor) else float(g.step or 0.0) for g in self.graded]
+
+    def cases(self, steps: Sequence[float]) -> dict[tuple[_Kind, float], Case]:
+        """One for all parameters of a kind that have made so many steps."""
+        kind, defaults = type(self._optimizer), numbers_of(self._optimizer.defaults)
+        settings = [numbers_of(group) for group, _ in self._groups]
+        cases = dict[tuple[_Kind, float], Case]()
+        for each, made in set(zip(self.kinds, steps)):
+            graded, (group, *_) = self._one_of[each], each
+            cases[each, made] = Case(graded.parameter, kind, settings[group], defaults, graded.state, made)
+        return cases
+
+
+def _are_same(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 class Grids:
-    """`rules` for one step after the other. What is the same as in the last one is the same object."""
+    """`rules` for one step after the other. What is the same as in the last one is the same object.
+
+    What finds parameters and their second moments takes microseconds a tensor: it is done again only when they have
+    moved.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._known: dict[torch.Tensor, tuple[object, Floor]] = {}
+        self._last: dict[int, _Survey] = {}  # by id of those wanted
 
     def rules(
         self,
@@ -59,13 +163,49 @@ class Grids:
         wanted: Set[torch.Tensor] | None = None,
         read: Read = fetch,
     ) -> dict[torch.Tensor, Floor | None]:
-        """For all parameters, or for those wanted; `read` fetches the step counts."""
+        """For all parameters, or for those wanted; `read` fetches the step counts.
+
+        The result is not to be changed, nor is `wanted` between two calls: the same object is the same parameters.
+        """
         if not (ulps > 0 and math.isfinite(ulps)):
             raise Unsupported(f"ulps={ulps}: a parameter may move by a positive, finite number of ulps")
         if not (scale > 0 and math.isfinite(scale)):
             raise Unsupported(f"scale={scale}: pass the positive, finite factor that the loss was multiplied by")
+        last = self._last.get(id(wanted))
+        if last is not None and last.holds_for(unwrap(self._optimizer), wanted):
+            result = self._renewed(last, ulps * scale, read)
+            if result is not None:
+                return result
+        return self._found(ulps * scale, wanted, read)
+
+    def _renewed(self, last: _Survey, allowance: float, read: Read) -> dict[torch.Tensor, Floor | None] | None:
+        """Floors by the numbers as they are now; None: not all parameters have one of the same kind."""
+        steps = last.steps(read)
+        numbers = dict[tuple[_Kind, float], tuple[int, int, int]]()
+        for pair, case in last.cases(steps).items():
+            (_, _, key, has_second), _ = pair
+            found = bound(case)
+            constants = None if found is None else _constants(found, allowance)
+            now = None if constants is None else constants.given if has_second else constants.without
+            if constants is None or now is None or (constants.second or "") != key:
+                return None
+            numbers[pair] = now
+        changed = False
+        for place, (graded, pair) in enumerate(zip(last.graded, zip(last.kinds, steps))):
+            floor, now = graded.floor, numbers[pair]
+            if (floor.c0, floor.c1, floor.c2) != now:
+                last.graded[place] = graded._replace(floor=Floor(floor.theta, floor.second, *now))
+                changed = True
+        if changed:
+            last.result = {graded.parameter: graded.floor for graded in last.graded}
+        return last.result
+
+    def _found(
+        self, allowance: float, wanted: Set[torch.Tensor] | None, read: Read
+    ) -> dict[torch.Tensor, Floor | None]:
         result: dict[torch.Tensor, Floor | None] = {}
         shared: dict[tuple[object, ...], _Constants | None] = {}  # a handful for hundreds of parameters
+        graded = list[_Graded]()
         for parameter, case in survey(self._optimizer, wanted, read):
             if case is None:
                 result[parameter] = None
@@ -73,9 +213,16 @@ class Grids:
             alike = case.likeness
             if alike not in shared:
                 found = bound(case)
-                shared[alike] = None if found is None else _constants(found, ulps * scale)
+                shared[alike] = None if found is None else _constants(found, allowance)
             constants = shared[alike]
-            result[parameter] = None if constants is None else self._floor(case, constants)
+            floor = result[parameter] = None if constants is None else self._floor(case, constants)
+            if constants is not None and floor is not None and parameter in self._known:
+                graded.append(_Graded.of(case, constants.second or "", floor))
+        self._last.pop(id(wanted), None)
+        if len(self._last) == _POLICIES:
+            self._last.clear()
+        if len(graded) == len(result):  # else some stay lossless, or floors are made of copies
+            self._last[id(wanted)] = _Survey(unwrap(self._optimizer), wanted, graded, result)
         return result
 
     def _floor(self, case: Case, constants: _Constants) -> Floor | None:
@@ -104,6 +251,8 @@ class Grids:
             for a, b in ((theta, floor.theta), (second, floor.second))
         ):
             self._known[theta] = key, floor
+        else:
+            self._known.pop(theta, None)
         return floor
 
 

@@ -8,7 +8,6 @@ to send it. moments.py says where it comes from; docs/format.md, "Noise", has th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +18,7 @@ from .. import engines
 from ..engines.cuda import noise as kernels
 from . import moments
 from .moments import Moment
-from .survey import fetch
+from .survey import States, fetch
 
 FIRST_STEP = 4  # updates after which second moments say enough
 DEEPEST = -12
@@ -43,29 +42,6 @@ class _Kept(NamedTuple):
         if self.copy is not None:
             return self.key in self.state
         return self.state.get(self.key) is self.second and self.second.data_ptr() == self.address
-
-
-class _States(NamedTuple):
-    """What an optimizer keeps for its parameters, compared without looking any of them up: that takes Python's hash."""
-
-    optimizer: Optimizer
-    parameters: list[torch.Tensor]
-    states: list[Mapping[str, Any]]
-    empty: list[Mapping[str, Any]]  # those without any field yet
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> _States:
-        states = list(optimizer.state.values())
-        return cls(optimizer, list(optimizer.state), states, [state for state in states if not state])
-
-    def have_changed(self) -> bool:
-        now = self.optimizer.state
-        return (
-            len(now) != len(self.states)
-            or not all(map(operator.is_, now, self.parameters))
-            or not all(map(operator.is_, now.values(), self.states))
-            or any(self.empty)
-        )
 
 
 class _Waiting(NamedTuple):
@@ -109,7 +85,7 @@ class SecondMoments:
         self._fit: list[bool] | None = None  # of those, whether each gives a shape, where the host knows
         self._is_new = True  # there was never a shaper
         self._waiting: list[_Waiting] = []  # those whose second moments have not seen enough steps
-        self._states: list[_States] = []  # what optimizers kept when it was made
+        self._states: list[States] = []  # what optimizers kept when it was made
         self._counted: dict[torch.Tensor, float] = {}  # steps that are counted on a GPU
 
     def renew(self) -> bool:
@@ -141,7 +117,7 @@ class SecondMoments:
 
     def _prepare(self) -> None:
         """Finds the second moments that have seen enough steps, and makes a shaper for them."""
-        self._states = [_States.of(optimizer) for optimizer in self._optimizers]
+        self._states = [States.of(optimizer) for optimizer in self._optimizers]
         counts = [state["step"] for p in self._names if (state := self._state(p)) and _is_on_gpu(state.get("step"))]
         self._counted = dict(zip(counts, fetch(counts)))  # with one transfer
         self._kept, self._shapes, self._shaper, self._is_new, self._waiting = [], {}, None, False, []

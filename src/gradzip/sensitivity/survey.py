@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -46,6 +47,29 @@ class Case(NamedTuple):
         return value if isinstance(value, torch.Tensor) else None
 
 
+class States(NamedTuple):
+    """What an optimizer keeps for its parameters, compared without looking any of them up: that takes Python's hash."""
+
+    optimizer: Optimizer
+    parameters: list[torch.Tensor]
+    states: list[Mapping[str, Any]]
+    empty: list[Mapping[str, Any]]  # those without any field yet
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> States:
+        states = list(optimizer.state.values())
+        return cls(optimizer, list(optimizer.state), states, [state for state in states if not state])
+
+    def have_changed(self) -> bool:
+        now = self.optimizer.state
+        return (
+            len(now) != len(self.states)
+            or not all(map(operator.is_, now, self.parameters))
+            or not all(map(operator.is_, now.values(), self.states))
+            or any(self.empty)
+        )
+
+
 def unwrap(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside wrappers such as Accelerate's and Lightning's, which keep it as `.optimizer`."""
     while type(optimizer) not in KNOWN:
@@ -61,14 +85,21 @@ Read = Callable[[Sequence[torch.Tensor]], list[float]]  # fetches numbers of one
 
 def fetch(numbers: Sequence[torch.Tensor]) -> list[float]:
     """One transfer for each device that they are on."""
-    by_device: dict[torch.device, list[int]] = {}
-    for i, number in enumerate(numbers):
-        by_device.setdefault(number.device, []).append(i)
+    devices = {number.device for number in numbers}
+    if len(devices) == 1:
+        return _values(numbers)
     result = [0.0] * len(numbers)
-    for places in by_device.values():
-        for i, value in zip(places, torch.stack([numbers[i].detach().reshape(()) for i in places]).tolist()):
-            result[i] = float(value)
+    for device in devices:
+        places = [i for i, number in enumerate(numbers) if number.device == device]
+        for i, value in zip(places, _values([numbers[i] for i in places])):
+            result[i] = value
     return result
+
+
+def _values(numbers: Sequence[torch.Tensor]) -> list[float]:
+    with torch.no_grad():
+        flat = [number if number.dim() == 0 else number.reshape(()) for number in numbers]
+        return list(map(float, torch.stack(flat).tolist()))
 
 
 def survey(
@@ -88,11 +119,11 @@ def survey(
         for _, parameters in groups:
             yield from ((p, None) for p in parameters)
         return
-    defaults = _numbers(optimizer.defaults)
+    defaults = numbers_of(optimizer.defaults)
     state = optimizer.state
     steps = _steps({p: state[p]["step"] for _, ps in groups for p in ps if p in state and "step" in state[p]}, read)
     for group, parameters in groups:
-        numbers = _numbers({k: v for k, v in group.items() if k != "params"})
+        numbers = numbers_of(group)
         for p in parameters:
             if _is_plain(p):
                 yield p, Case(p, kind, numbers, defaults, state.get(p, {}), steps.get(p, 0.0))
@@ -128,21 +159,26 @@ def warn_lossless(what: str, why: str) -> None:
         )
 
 
+def has_sparse_gradient(p: torch.Tensor) -> bool:
+    return p.grad is not None and p.grad.layout != torch.strided
+
+
 def _is_plain(p: torch.Tensor) -> bool:
     """Whether `p` is an ordinary dense float32 tensor, all of it here; warns if not."""
     if p.dtype != torch.float32:
         warn_lossless(f"parameters of {p.dtype}", "grids are defined for float32")
     elif type(p.data) is not torch.Tensor:
         warn_lossless(f"parameters of type {type(p.data).__name__}", "their values are not all on this rank")
-    elif p.layout != torch.strided or (p.grad is not None and p.grad.layout != torch.strided):
+    elif p.layout != torch.strided or has_sparse_gradient(p):
         warn_lossless("parameters with sparse gradients", "near and paper mode code dense tensors")
     else:
         return True
     return False
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _number(value) for key, value in values.items()}
+def numbers_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of an optimizer or of one of its groups, as numbers."""
+    return {key: _number(value) for key, value in settings.items() if key != "params"}
 
 
 def _number(value: Any) -> Any:
