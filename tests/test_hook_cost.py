@@ -112,6 +112,28 @@ def test_grids_that_are_kept_are_those_made_anew(kind: type, options: dict[str, 
     assert grids.rules(wanted=set(parameters[:2])).keys() == set(parameters[:2])
 
 
+def test_grids_follow_an_optimizer_from_step_to_step() -> None:
+    """Constants change as steps and rates do; two codecs ask for different parameters; all are lossless for a while."""
+    parameters, optimizer = stepped(torch.optim.AdamW, lr=1e-3)
+    grids, halves = Grids(optimizer), [set(parameters[:1]), set(parameters[1:])]
+    kept = 0
+    for number in range(24):
+        if number == 9:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if number == 12:
+            optimizer.param_groups[0]["lr"] = 0.0
+        if number >= 13:
+            optimizer.param_groups[0]["lr"] = 2.0**-number
+        anew = rules(optimizer, 1)
+        for half in halves:
+            found = grids.rules(wanted=half)
+            kept += grids.rules(wanted=half) is found
+            assert found.keys() == half
+            assert all(equal(found[p], anew[p]) for p in half)
+        step(parameters, optimizer)
+    assert kept == 2 * 23, "all but those that are lossless"
+
+
 # -- ways --------------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +195,23 @@ def test_every_value_of_a_grid_is_looked_at_in_the_end(size: int) -> None:
         assert (now != usual).nonzero().view(-1).tolist() == [changed]
         usual = now
     assert comparisons.floor_sums([], 0).numel() == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 1024, 1025, 5000])
+def test_sums_of_all_floors_in_one_call_are_those_of_each(size: int) -> None:
+    bits = torch.randint(-(1 << 31), 1 << 31, (4, size)).to(torch.int32).view(torch.float32)
+    floors = [Floor(bits[0], bits[1], -150, 3, 5), Floor(bits[2], None, -150), Floor(bits[3], bits[0], 1, -2, 3)]
+    samples = comparisons.FloorSamples()
+    for step in (0, 1, 2, 997, 1 << 20):
+        assert torch.equal(samples.sums(floors, step), comparisons.floor_sums(floors, step))
+        bits[step % 4, size // 2] = float(step)
+    for others in (
+        [*floors[:2], Floor(bits[3], bits[1], 1, -2, 3)],
+        [floors[0]],
+        [],
+        [torch.ones(size, dtype=torch.int8)],
+    ):
+        assert torch.equal(samples.sums(others, 5), comparisons.floor_sums(others, 5))
 
 
 def test_all_finite() -> None:

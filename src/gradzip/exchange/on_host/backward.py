@@ -93,6 +93,7 @@ class Attached:
     books: SharedBook = field(default_factory=SharedBook)
     late: Late = field(default_factory=Late)
     shapes: SecondMoments = field(default_factory=lambda: SecondMoments([], {}))
+    floor_samples: comparisons.FloorSamples = field(default_factory=comparisons.FloorSamples)
     shapes_version: object = None  # another one when other gradients have a shape
 
 
@@ -436,7 +437,7 @@ class HostBackward:
         with self._stream() as stream:  # a GPU is busy with backward, for which this need not wait
             stream.after(self._began)
             shapes = [self.shapes.sums(self.number)] if self._compares_shapes else []
-            return torch.cat([joined, comparisons.floor_sums(floors, self.number), *shapes])
+            return torch.cat([joined, self.attached.floor_samples.sums(floors, self.number), *shapes])
 
     def _stream(self) -> streams.Stream:
         """Of this thread, where it may ask the device for numbers."""
