@@ -231,8 +231,15 @@ class Memory:
         """The state of one parameter under one codec, for this step to change; by codec name, so that it survives
         a change of the codec's options."""
         key = f"{codec}/{name}"
-        self._take_apart(name)
+        self._take_states_apart(name, codec)
         return self._next_states.setdefault(key, dict(self._states.get(key, {})))
+
+    def states(self, names: Sequence[str], codec: str) -> list[Mapping[str, Any]]:
+        """The states of many parameters under one codec, not to be changed."""
+        if any(bundle.codec == codec for bundle in set(self._bundles.values())):
+            for name in names:
+                self._take_states_apart(name, codec)
+        return [self._states.get(f"{codec}/{name}", {}) for name in names]
 
     # -- what many parameters keep as one -----------------------------------------------------------------------
 
@@ -280,6 +287,11 @@ class Memory:
                 self._residuals |= {f"{stage}/{each}": residual for stage, residual in sums.items()}
             for each in bundle.names:
                 del self._bundles[each]
+
+    def _take_states_apart(self, name: str, codec: str) -> None:
+        bundle = self._bundles.get(name)
+        if bundle is not None and bundle.codec == codec:
+            self._take_apart(name)
 
     def _take_all_apart(self) -> None:
         for name in list(self._bundles):

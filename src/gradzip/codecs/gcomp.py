@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -26,7 +26,7 @@ from ..engines.layout import (
 from ..errors import Corrupt, Truncated, Unsupported, nearest
 from . import books
 from .base import Context, Lossy, check_shift, register
-from .local_lossless import LOSSLESS, find_lossless
+from .local_lossless import LOSSLESS, find_lossless, known_lossless
 
 _MODES = ("near", "lossless", "keep", "paper")
 _OWN = ("auto", "near", "lossless")
@@ -114,6 +114,14 @@ class GComp(Lossy):
             return find_lossless(xs, contexts, states)
         return [self.own == "lossless"] * len(xs)
 
+    def known_own_exact(
+        self, step: int, floors: Sequence[Floor | torch.Tensor | None], states: Sequence[Mapping[str, Any]]
+    ) -> list[bool] | None:
+        """`own_exact` where that follows from what is known; None: gradients have to be looked at."""
+        if self.mode == "near" and self.own == "auto":
+            return known_lossless(step, floors, states)
+        return [self.own == "lossless"] * len(states)
+
     def for_own(self, x: torch.Tensor, ctx: Context) -> GComp:
         """What codes this flat gradient, a rank's own, if nothing is known of it before."""
         return self.exact if self.own_exact([x], [ctx], [{}])[0] else self
@@ -144,7 +152,7 @@ class GComp(Lossy):
         floor = None
         if self.mode in ("near", "paper") and x.dtype == torch.float32:
             dtypes = (torch.int8, torch.float32) if self.mode == "paper" else (torch.int8,)
-            floor = checked_floor(ctx, x.numel(), x.device, f"gcomp in {self.mode} mode", dtypes)
+            floor = checked_floor(ctx.floor, x.numel(), x.device, f"gcomp in {self.mode} mode", dtypes)
             if is_reach(floor):
                 floor, job = reach_exponents(x, floor, ctx.shift), dataclasses.replace(job, shift=0)
         lengths = _checked_lengths(ctx.lengths, x.numel(), x.device)
@@ -165,7 +173,7 @@ class GComp(Lossy):
         float_layout(out.dtype)
         floor = None
         if coding == NEAR:
-            floor = checked_floor(ctx, out.numel(), out.device, "decoding a frame in near mode")
+            floor = checked_floor(ctx.floor, out.numel(), out.device, "decoding a frame in near mode")
         book = books.lengths(book_id, out.numel()).to(out.device) if book_id else None
         engines.pick(out.device).decode(body, out, floor, ctx.shift, add, book)
 
@@ -199,9 +207,12 @@ def reach_exponents(x: torch.Tensor, reach: torch.Tensor, shift: int = 0) -> tor
 
 
 def checked_floor(
-    ctx: Context, numel: int, device: torch.device, who: str, dtypes: tuple[torch.dtype, ...] = (torch.int8,)
+    floor: torch.Tensor | Floor | None,
+    numel: int,
+    device: torch.device,
+    who: str,
+    dtypes: tuple[torch.dtype, ...] = (torch.int8,),
 ) -> torch.Tensor | Floor:
-    floor = ctx.floor
     if floor is None:
         raise Unsupported(f"{who} needs floor=: gradzip.floors(optimizer) gives one for each parameter")
     if isinstance(floor, Floor):

@@ -10,7 +10,7 @@ look waits for the GPU once for all tensors of a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ def find_lossless(
     looks = [i for i in looks if xs[i].dtype == torch.float32 and contexts[i].floor is not None]
     for i, found in zip(looks, smaller_lossless([(xs[i], contexts[i].floor) for i in looks])):
         states[i][LOSSLESS] = int(found)
+    return [bool(state.get(LOSSLESS)) for state in states]
+
+
+def known_lossless(
+    step: int, floors: Sequence[Floor | torch.Tensor | None], states: Sequence[Mapping[str, Any]]
+) -> list[bool] | None:
+    """What was found before; None: some gradients have to be looked at. A gradient without a floor never is."""
+    if looks_at(step) or any(LOSSLESS not in state and floor is not None for state, floor in zip(states, floors)):
+        return None
     return [bool(state.get(LOSSLESS)) for state in states]
 
 

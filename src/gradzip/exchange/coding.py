@@ -119,6 +119,11 @@ class Stretch(Values):
         self._flat = torch.empty(table.length(owner), dtype=kind, device=streams.current().device)
         super().__init__([self._flat])
 
+    @property
+    def flat(self) -> torch.Tensor:
+        """All parts, and what fills up the places between them."""
+        return self._flat
+
     def parts(self, table: Table, owner: int) -> list[torch.Tensor]:
         return [self._flat[part.place : part.place + part.numel] for part in table.of_owner(owner)]
 

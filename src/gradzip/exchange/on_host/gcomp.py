@@ -8,9 +8,10 @@ engine rounds them to what decoding would give.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,14 @@ from ...codecs import Codec, books
 from ...codecs.gcomp import GComp, checked_floor, is_reach
 from ...engines.layout import Floor, Job
 from ...errors import Corrupt
+from ...feedback import Memory, is_exact
 from ..coding import Coder, Frames, Message, Stretch, Values
 from ..flattening import unflatten
 from ..parts import Column, Part, Table
 from ..program import Hop
 from . import streams
 from .generic import FrameWriter, GenericCoder, GenericOnHost, frames_in, shift_of, stage_of
+from .residuals import LostOfSums, LostWithSums, Split
 
 _POINTED = {"given": 1, "theta": 4, "second": 4}  # bytes of a value that floors point to
 
@@ -44,6 +47,15 @@ class GCompOnHost(GenericOnHost):
         return GCompCoder(message, self._gcomp)
 
 
+class _KnownFloors(NamedTuple):
+    given: list[Floor | torch.Tensor | None]
+    checked: Sequence[Floor | torch.Tensor]
+    columns: dict[str, Column]
+
+    def are(self, floors: Sequence[Floor | torch.Tensor | None]) -> bool:
+        return len(floors) == len(self.given) and all(map(operator.is_, floors, self.given))
+
+
 class GCompCoder(GenericCoder):
     codec: GComp
 
@@ -57,6 +69,8 @@ class GCompCoder(GenericCoder):
         self._grids: dict[str, Column] = {}  # what they are, by tensor
         self._lengths: torch.Tensor | None = None  # of the shared book
         self._jobs: dict[int, Job] = {}  # by shift
+        self._before: LostWithSums | None = None  # what the step before has left, where that is kept as one
+        self._of_sums: dict[object, LostOfSums] = {}  # what is lost in this step
 
     def measure(self, values: Values) -> None:
         memory = self.message.memory
@@ -65,22 +79,50 @@ class GCompCoder(GenericCoder):
             self._measure_part_by_part(values)
             return
         memory.forms |= dict.fromkeys(self.message.names, self.codec.error_memory)
+        if self._keeps_together(values, memory):
+            self._lost = self._split_for_lost(values, memory)
+            return
         for name, tensor in zip(self.message.names, values.shaped):
             memory.compensate(name, tensor, self.message.scale)
         rooms = [memory.room(name, tensor) for name, tensor in zip(self.message.names, values.shaped)]
         torch._foreach_zero_(rooms)  # values that go out uncoded lose nothing
         self._lost = rooms
 
+    def _split_for_lost(self, values: Values, memory: Memory) -> Split:
+        """Room for what will be lost of all gradients; what was lost of them before is added to them."""
+        kept, names, scale = memory.kept_by(values, self.message.names), self.message.names, self.message.scale
+        if not isinstance(kept, LostWithSums):
+            totals = memory.compensated_all(names, values.shaped, scale)
+            for tensor, total in zip(values.shaped, totals):
+                if total is not tensor:
+                    tensor.copy_(total)
+            return Split.zeros([tensor.numel() for tensor in values.tensors])
+        assert values.joined is not None
+        values.joined.add_(kept.lost.flat, alpha=scale)
+        self._before, room = kept, kept.spare
+        room = torch.zeros_like(kept.lost.flat) if room is None else room.zero_()  # what goes out uncoded loses nothing
+        return kept.lost.shaped(room, ())
+
     def _begin(self, values: Values) -> None:
         """What is asked of the gradients before anything is added to them: that has bits of its own."""
         self._own, flat = values, list(values.tensors)
         if self.codec.mode == "near":
-            contexts = [self._whole(number) for number in range(len(flat))]
-            states = [GenericCoder._state(self, ctx.name) for ctx in contexts]
-            self._exact = self.codec.own_exact(flat, contexts, states)
+            self._exact = self._own_exact(flat)
         if self.message.count is not None:
             self.message.count(self._exponents(flat))
         self._engine = self._engine_for(flat)
+
+    def _own_exact(self, flat: Sequence[torch.Tensor]) -> list[bool]:
+        message, memory = self.message, self.message.memory
+        if memory is not None:
+            states = memory.states(message.names, self.codec.name)
+            if (known := self.codec.known_own_exact(message.step, self._all_floors(), states)) is not None:
+                return known
+        contexts = [self._whole(number) for number in range(len(flat))]
+        return self.codec.own_exact(flat, contexts, [GenericCoder._state(self, ctx.name) for ctx in contexts])
+
+    def _all_floors(self) -> Sequence[Floor | torch.Tensor | None]:
+        return self.message.floors or [None] * len(self.message.names)
 
     def _measure_part_by_part(self, values: Values) -> None:
         super().measure(values)
@@ -89,6 +131,14 @@ class GCompCoder(GenericCoder):
         memory = self.message.memory
         if self._engine is None or memory is None or not self._feeds_back:
             super().finish()
+            return
+        if isinstance(self._lost, Split):
+            before, kept = self._before, self._own.kept
+            if "shapes" not in kept:
+                kept["shapes"] = [tensor.shape for tensor in self._own.shaped]
+            of_sums = self._of_sums if before is None else {**before.of_sums, **self._of_sums}
+            left = LostWithSums(self._lost.shaped(self._lost.flat, kept["shapes"]), of_sums, before)
+            memory.keep_all(self._own, self.message.names, "", left)
             return
         for name, tensor, lost in zip(self.message.names, self._own.shaped, self._lost):
             memory.keep(name, unflatten(lost, tensor))  # the engine has divided it by the scale
@@ -113,18 +163,33 @@ class GCompCoder(GenericCoder):
 
     def _engine_for(self, flat: Sequence[torch.Tensor]) -> ModuleType | None:
         """The engine that takes a table of parts; None where parts have to be coded one by one."""
-        engine, floors = engines.pick("cpu"), self.message.floors
-        if not hasattr(engine, "encode_pieces") or any(x.dtype != torch.float32 for x in flat):
+        engine = engines.pick("cpu")
+        if not hasattr(engine, "encode_pieces") or self.message.dtype != torch.float32:
             return None
-        if any(is_reach(floor) for floor in floors):
-            return None  # compared with the very values that are encoded, which are not known before a sum is formed
-        if self.codec.mode in ("near", "paper"):
-            who = f"gcomp in {self.codec.mode} mode"
-            checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
-            self._floors, self._grids = checked, engine.floor_columns(checked)
+        if self.codec.mode in ("near", "paper") and not self._take_floors(engine, flat):
+            return None
         if self.codec.book == "shared":
             self._lengths = self._shared_lengths(max(x.numel() for x in flat))
         return engine
+
+    def _take_floors(self, engine: ModuleType, flat: Sequence[torch.Tensor]) -> bool:
+        """Checks floors and finds out where they lie; once for those that are the same in the next step.
+
+        False for reaches: they are compared with the very values that are encoded, which are not known before a sum is
+        formed.
+        """
+        given, kept = self._all_floors(), self._own.kept
+        found: _KnownFloors | None = kept.get("floors")
+        if found is None or not found.are(given):
+            if any(is_reach(floor) for floor in given):
+                return False
+            who = f"gcomp in {self.codec.mode} mode"
+            checked = [checked_floor(floor, x.numel(), x.device, who) for floor, x in zip(given, flat)]
+            found = _KnownFloors(list(given), checked, engine.floor_columns(checked))
+            if all(isinstance(floor, Floor) for floor in given):  # tensors may have to be copied
+                kept["floors"] = found
+        self._floors, self._grids = found.checked, found.columns
+        return True
 
     def _shared_lengths(self, longest: int) -> torch.Tensor:
         """Of the shared book, for as many segments as a tensor of that size has."""
@@ -162,7 +227,7 @@ class GCompCoder(GenericCoder):
         if engine is None or not parts:
             return super()._encode(table, owner, values, hop, room)
         rooms = self._rooms_for_lost(table, owner, values, hop)
-        addresses = self._addresses_of_lost(table, owner, hop, rooms)
+        addresses = self._addresses_of_lost(table, owner, hop, rooms, values)
         pieces = self._pieces(engine, values, table, owner, hop, addresses)
         size = engine.encode_pieces(pieces, torch.float32, self._job(hop), self.codec.wire_id, room, self._unit(hop))
         self._keep_sums_lost(parts, hop, rooms)
@@ -171,7 +236,7 @@ class GCompCoder(GenericCoder):
     def _rooms_for_lost(self, table: Table, owner: int, values: Values, hop: Hop) -> list[torch.Tensor]:
         """Where what is lost of sums goes; what was lost of them before is added to them, in place."""
         memory, rooms = self.message.memory, list[torch.Tensor]()
-        if memory is None or not self._feeds_back or hop.own:
+        if memory is None or not self._feeds_back or hop.own or isinstance(self._lost, Split):
             return rooms
         for part, x in zip(table.of_owner(owner), values.parts(table, owner)):
             name, stage = self.message.names[part.tensor], stage_of(hop, part)
@@ -179,15 +244,46 @@ class GCompCoder(GenericCoder):
             rooms.append(memory.room(name, x, stage))
         return rooms
 
-    def _addresses_of_lost(self, table: Table, owner: int, hop: Hop, rooms: Sequence[torch.Tensor]) -> Column | None:
+    def _addresses_of_lost(
+        self, table: Table, owner: int, hop: Hop, rooms: Sequence[torch.Tensor], values: Values | None = None
+    ) -> Column | None:
+        """`values`: those of the parts, where what is lost of sums is kept as one, and added to them."""
         if not self._feeds_back:
             return None
+        split = self._lost if isinstance(self._lost, Split) else None
         if not hop.own:
+            if split is not None and values is not None:
+                return self._addresses_of_sums(table, owner, hop, values)
             return np.array([room.data_ptr() for room in rooms], np.int64)
         columns = table.columns(owner)
-        wholes = np.array([lost.data_ptr() for lost in self._lost], np.int64)
+        wholes = np.array([x.data_ptr() for x in self._lost], np.int64) if split is None else split.addresses
         found: Column = wholes[columns.tensor] + 4 * columns.start
         return found
+
+    def _addresses_of_sums(self, table: Table, owner: int, hop: Hop, values: Values) -> Column:
+        """Where what is lost of sums goes that is kept as one; what was lost before is added to them."""
+        assert self.message.memory is not None
+        key, unit, before, room = (table.digest, owner, hop.number), self._unit(hop), self._before, None
+        parts = table.of_owner(owner)
+        lost = None if before is None else before.of_sums.get(key)
+        if lost is None:
+            stages = [stage_of(hop, part) for part in parts]
+            for part, stage, x in zip(parts, stages, values.parts(table, owner)):
+                self.message.memory.compensate(self.message.names[part.tensor], x, unit, stage)
+        else:
+            assert before is not None
+            stages, room, added = list(lost.stages), before.spares_of_sums.get(key), lost.flat
+            if not is_exact(unit):
+                added, unit = added * unit, 1.0
+            if isinstance(values, Stretch):
+                values.flat.add_(added, alpha=unit)
+            else:
+                of_parts = [added[part.place : part.place + part.numel] for part in parts]
+                torch._foreach_add_(values.parts(table, owner), of_parts, alpha=unit)
+        room = torch.zeros(table.length(owner)) if room is None else room
+        self._of_sums[key] = LostOfSums(parts, stages, room)
+        places: Column = room.data_ptr() + table.columns(owner).place * room.itemsize
+        return places
 
     def _keep_sums_lost(self, parts: Sequence[Part], hop: Hop, rooms: Sequence[torch.Tensor]) -> None:
         for part, room in zip(parts, rooms):
@@ -211,18 +307,17 @@ class GCompCoder(GenericCoder):
             self._note_own(engine, table, owner, own, hop)
         pieces, job = self._pieces(engine, out, table, owner, hop), self._job(hop)
         try:
-            engine.sum_pieces(terms, pieces, torch.float32, job, self.codec.wire_id, add)
+            engine.sum_pieces(terms, pieces, torch.float32, job, self.codec.wire_id, add, by)
         except engine.DamagedFrames as damage:
             self._explain(table, owner, terms[damage.part], hop)
-        if by > 1:
-            out.divide(table, owner, by)
 
     def _note_own(self, engine: ModuleType, table: Table, owner: int, own: Values, hop: Hop) -> None:
         """What is lost of values that count as if they had been coded and decoded."""
         if not self._feeds_back:
             return
         rooms = self._rooms_for_lost(table, owner, own, hop)
-        pieces = self._pieces(engine, own, table, owner, hop, self._addresses_of_lost(table, owner, hop, rooms))
+        lost = self._addresses_of_lost(table, owner, hop, rooms, own)
+        pieces = self._pieces(engine, own, table, owner, hop, lost)
         engine.note_lost_pieces(pieces, torch.float32, self._job(hop), self._unit(hop))
         self._keep_sums_lost(table.of_owner(owner), hop, rooms)
 

@@ -60,7 +60,7 @@ class GCompDeviceCoder(GCompCoder):
             return None
         if self.codec.mode == "near":
             who = "gcomp in near mode"
-            checked = [checked_floor(self._whole(i), x.numel(), x.device, who) for i, x in enumerate(flat)]
+            checked = [checked_floor(floor, x.numel(), x.device, who) for floor, x in zip(self._all_floors(), flat)]
             self._floors, self._grids = checked, pieces.floor_columns(checked)
         if self.codec.book == "shared":
             segments = max(segments_of(x.numel()) for x in flat)

@@ -5,14 +5,14 @@ Memory keeps it as a bundle, and takes it apart where somebody asks for the resi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 
 from ...codecs.base import Kept
-from ..parts import Column
+from ..parts import Column, Part
 
 
 class Split(Sequence[torch.Tensor]):
@@ -25,6 +25,12 @@ class Split(Sequence[torch.Tensor]):
     @classmethod
     def zeros(cls, sizes: Sequence[int]) -> Split:
         return cls(torch.zeros(sum(sizes)), np.cumsum(sizes))
+
+    @property
+    def addresses(self) -> Column:
+        """Where each of them begins in memory."""
+        starts: Column = self.flat.data_ptr() + self.flat.itemsize * (self._ends - np.diff(self._ends, prepend=0))
+        return starts
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -57,3 +63,30 @@ class LostTogether(Kept):
     @property
     def states(self) -> list[dict[str, Any]]:
         return [{}] * len(self.lost)
+
+
+class LostOfSums(NamedTuple):
+    """What was lost of an owner's sums, without the loss scale, each at its part's place."""
+
+    parts: Sequence[Part]
+    stages: Sequence[str]  # of each part, as Memory calls them
+    flat: torch.Tensor
+
+
+class LostWithSums(LostTogether):
+    """What a step leaves of gradients and of sums."""
+
+    def __init__(self, lost: Split, of_sums: Mapping[object, LostOfSums], before: LostWithSums | None) -> None:
+        """`before`: what the step before has left; its memory is used again by the next one."""
+        super().__init__(lost)
+        self.of_sums = of_sums
+        self.spare = None if before is None else before.lost.flat
+        self.spares_of_sums = {} if before is None else {key: lost.flat for key, lost in before.of_sums.items()}
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(len(self.lost))]
+        for lost in self.of_sums.values():
+            for part, stage in zip(lost.parts, lost.stages):
+                found[part.tensor][stage] = lost.flat[part.place : part.place + part.numel]
+        return found
