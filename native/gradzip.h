@@ -145,6 +145,11 @@ typedef struct {
 // The sum of each row.
 GZ_API void gz_strided_sums(const gz_strided* rows, uint64_t count, int64_t* sums);
 
+// Of each name the BLAKE2b digest of 8 bytes, as a little-endian number, of `prefix` and the name. The names lie one behind
+// the other.
+GZ_API void gz_hash_names(const uint8_t* prefix, uint64_t prefix_size, const uint8_t* names, const uint64_t* sizes,
+                          uint64_t count, uint64_t* digests);
+
 // The frame checksum of docs/format.md over `size` bytes whose first word has number first_word.
 GZ_API uint64_t gz_checksum(const uint8_t* data, uint64_t size, uint64_t first_word);
 

@@ -8,7 +8,7 @@ from conftest import generator, gradient, same_bits, special
 
 import gradzip
 from gradzip import Context, parse
-from gradzip.codecs import quantized
+from gradzip.codecs import quantized, random
 from gradzip.codecs.quantized import QSGD, Natural, TernGrad
 from gradzip.errors import Corrupt, Unsupported
 from gradzip.wire import HEADER_BYTES
@@ -187,6 +187,20 @@ def test_huge_claims_are_refused(spec: str) -> None:
 def test_nonsense_is_refused(spec: str) -> None:
     with pytest.raises(Unsupported):
         parse(spec)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("names", [[], [""], ["", "w", ""], ["w" * n for n in range(300)], ["gewicht", "größe"]])
+def test_keys_of_many_names_are_those_of_each(native: bool, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(random, "_native", lambda: None)
+    for seed, step in ((0, 0), (123456789, 987654321)):
+        assert random.keys_of(seed, step, names).tolist() == [random.key_of(seed, step, name) for name in names]
+
+
+def test_natural_decodes_infinities_of_both_signs() -> None:
+    x = torch.tensor([float("inf"), 1.0, -float("inf"), 0.0])
+    assert gradzip.decode(gradzip.encode(x, "natural")).tolist()[::2] == [float("inf"), -float("inf")]
 
 
 def test_the_users_random_numbers_are_left_alone() -> None:

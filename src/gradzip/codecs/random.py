@@ -6,15 +6,18 @@ so a user's own random numbers stay what they were.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import wire
+from .. import engines, wire
+from ..errors import EngineError
 
 Keys = npt.NDArray[np.uint64]
 
@@ -26,9 +29,22 @@ def key_of(seed: int, step: int, name: str) -> int:
 
 
 def keys_of(seed: int, step: int, names: Sequence[str]) -> Keys:
-    """`key_of` of each name; about 1 us each."""
+    """`key_of` of each name: about 1 us each, 0.2 by the native engine."""
+    native, text = _native(), "".join(names)
+    if native is not None and text.isascii():
+        sizes = np.fromiter(map(len, names), np.uint64, len(names))
+        keys: Keys = native.hash_names(f"{seed}/{step}/".encode(), text.encode(), sizes)
+        return keys
     hashed = [hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest() for name in names]
     return np.frombuffer(b"".join(hashed), "<u8").astype(np.uint64)
+
+
+@functools.cache
+def _native() -> ModuleType | None:
+    try:
+        return engines.load("native")
+    except EngineError:
+        return None
 
 
 def keyed_bits(key: int, index: torch.Tensor) -> torch.Tensor:

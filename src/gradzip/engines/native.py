@@ -101,6 +101,7 @@ def _load() -> ctypes.CDLL:
         "gz_code_lengths": (i64, [pointer, u64, i32, pointer]),
         "gz_floors": (None, [pointer, u64, pointer]),
         "gz_strided_sums": (None, [pointer, u64, pointer]),
+        "gz_hash_names": (None, [pointer, u64, pointer, pointer, u64, pointer]),
         "gz_checksum": (u64, [pointer, u64, u64]),
         "gz_isa": (ctypes.c_char_p, []),
         "gz_available_isas": (ctypes.c_char_p, []),
@@ -320,6 +321,13 @@ def strided_sums(
     rows, sums = np.stack([first, count, stride], 1), np.zeros(len(first), np.int64)
     _library.gz_strided_sums(rows.ctypes.data, len(rows), sums.ctypes.data)
     return sums
+
+
+def hash_names(prefix: bytes, names: bytes, sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Of each name the first 8 bytes of its digest by blake2b, with the prefix; the names lie one behind the other."""
+    digests = np.empty(len(sizes), np.uint64)
+    _library.gz_hash_names(prefix, len(prefix), names, sizes.ctypes.data, len(sizes), digests.ctypes.data)
+    return digests
 
 
 def checksum(data: torch.Tensor, first_word: int) -> int:
