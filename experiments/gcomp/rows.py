@@ -50,7 +50,7 @@ PRECISE = {
     "18 bits cut": "gcomp:keep=5,round=truncate,feedback=false",
 }
 ROWS += [
-    (Run("gcomp", task, row, policy, minutes=2.0, probe=_probe(row)), 1)
-    for task in ("gcomp-cifar-float32", "gcomp-sst2-float32")
+    (Run("gcomp", task, row, policy, minutes=minutes, probe=_probe(row)), 1)
+    for task, minutes in (("gcomp-cifar-float32", 3.3), ("gcomp-sst2-float32", 1.0))
     for row, policy in PRECISE.items()
 ]
