@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import gradient, same_bits
+from three_ranks import means_and_residuals
 
 from gradzip.codecs import REGISTRY, Context, parse
 from gradzip.errors import CodecError
 from gradzip.exchange.coding import Message
-from gradzip.exchange.compiler import compile_route
-from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.on_host import generic
 from gradzip.exchange.on_host.generic import GenericOnHost
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop
-from gradzip.exchange.topology import Topology
-from gradzip.feedback import Memory
-from gradzip.routes import NAMED
 
 OPTIONS = ["qsgd:bits=3,bucket=100,norm=l2", "natural:bits=5", "terngrad:clip=2.5"]
 CODECS = sorted(name for name, kind in REGISTRY.items() if kind.codes_rows) + OPTIONS
@@ -61,22 +57,10 @@ SIZES = [300, 300, 4, 300, 7, 4, 300, 300, 2000, 4]
 
 
 def steps(codec: str, route: str) -> list[torch.Tensor]:
-    """Means and residuals of a few steps of three ranks."""
-    made, names, world = parse(codec), [f"layer.{number}" for number in range(len(SIZES))], 3
-    messages = GenericOnHost(made)
-    topology = Topology.of_ranks(0, list(range(world)))
-    args = names, SIZES, torch.float32, topology, made.codes_sums
-    program = compile_route(messages.text, NAMED[route], *args)
-    memories, found = [Memory(rank) for rank in range(world)], list[torch.Tensor]()
-    for step in range(3):
-        gradients = [[gradient(n, seed=100 * step + 10 * rank + n) for n in SIZES] for rank in range(world)]
-        about = [Message(names, torch.float32, rank, world, step, memory=memories[rank]) for rank in range(world)]
-        found += [mean for rank in Interpreter(program, messages, about).run(gradients) for mean in rank]
-        for memory in memories:
-            memory.commit()
-            state = memory.state_dict()
-            found += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-    return found
+    def gradients(step: int, rank: int) -> list[torch.Tensor]:
+        return [gradient(n, seed=100 * step + 10 * rank + n) for n in SIZES]
+
+    return means_and_residuals(GenericOnHost(parse(codec)), route, SIZES, gradients)
 
 
 @pytest.mark.parametrize("route", ["alltoall", "allgather", "ring"])

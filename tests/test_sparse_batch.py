@@ -8,21 +8,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import generator, gradient, same_bits
+from three_ranks import means_and_residuals
 
 from gradzip.codecs import Context, parse
 from gradzip.codecs.sparse import SparseFrame, TopK, fewest, union
 from gradzip.codecs.sparse_batch import Batch, bytes_of, read, write
 from gradzip.errors import CodecError
 from gradzip.exchange.coding import Message, Values
-from gradzip.exchange.compiler import compile_route
-from gradzip.exchange.interpreter import Interpreter
 from gradzip.exchange.message_codecs import message_codec
 from gradzip.exchange.on_host import generic, sparse
 from gradzip.exchange.parts import Table
 from gradzip.exchange.program import Hop
-from gradzip.exchange.topology import Topology
 from gradzip.feedback import Memory
-from gradzip.routes import NAMED
 
 CODECS = ["threshold", "threshold:value=0.5", "topk:ratio=0.1", "topk:ratio=1.0", "dgc:ratio=0.02"]
 OWN = Hop(0, 1, True, False)
@@ -132,21 +129,11 @@ def test_steps_give_the_same_bits_together_and_one_by_one(
 
 
 def routed(text: str, route: str) -> list[torch.Tensor]:
-    """Means and residuals of a few steps of three ranks."""
-    names, world, messages = [f"layer.{number}" for number in range(len(SIZES))], 3, message_codec(parse(text))
+    messages = message_codec(parse(text))
     assert messages is not None
-    topology = Topology.of_ranks(0, list(range(world)))
-    program = compile_route(messages.text, NAMED[route], names, SIZES, torch.float32, topology, messages.codes_sums)
-    memories, found = [Memory(rank) for rank in range(world)], list[torch.Tensor]()
-    for step in range(3):
-        gradients = [list(flat_of(SIZES, 10 * step + rank).split(SIZES)) for rank in range(world)]
-        about = [Message(names, torch.float32, rank, world, step, memory=memories[rank]) for rank in range(world)]
-        found += [mean for rank in Interpreter(program, messages, about).run(gradients) for mean in rank]
-        for memory in memories:
-            memory.commit()
-            state = memory.state_dict()
-            found += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-    return found
+    return means_and_residuals(
+        messages, route, SIZES, lambda step, rank: list(flat_of(SIZES, 10 * step + rank).split(SIZES))
+    )
 
 
 @pytest.mark.parametrize("route", ["alltoall", "allgather", "ring"])
